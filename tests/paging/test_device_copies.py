@@ -110,6 +110,37 @@ def test_compute_on_the_host(options: dict[str, Any], pace: float, tmp_path: Pat
         trained.store.close()
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("pace", [0, 0.3])
+@pytest.mark.parametrize("commit_every", [1, 3])
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_parameters_on_the_host_are_stepped_on_a_gpu(
+    budget: dict[str, Any], commit_every: int, pace: float, tmp_path: Path
+) -> None:
+    """They are whole when step() returns, and a restart has them."""
+    budget = {"commit_every": commit_every, "step_on": "cuda", **budget}
+    with fake_cuda(pace=pace, parameters="cpu") as cuda:
+        trained = Trained(tmp_path, **budget)
+        with pytest.raises(ValueError, match="'wide' is in pageable host memory"):
+            trained.optimizer.restore()
+        cuda.lock(*trained.parameters.values())
+        for step in range(1, STEPS + 1):
+            training.set_gradients(trained.parameters, step)
+            grads = [p.grad for p in trained.parameters.values() if p.grad is not None]
+            cuda.lock(*grads)
+            trained.optimizer.step()
+            for name, parameter in trained.parameters.items():
+                assert torch.equal(parameter, resident()[step][f"parameter {name}"])
+        trained.assert_right()
+        assert trained.store.stats().device_bytes_peak > 0
+        trained.store.close()
+        found = Trained(tmp_path, resume=True, **budget)
+        cuda.lock(*found.parameters.values())
+        assert found.optimizer.restore() == STEPS
+        found.assert_right()
+        found.store.close()
+
+
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("start", ["device", "host", "nvme"])

@@ -243,8 +243,8 @@ class FakeCuda:
             if not target.numel():
                 return
             self.go_on()
-            to_host = self._is_locked(target)
-            if to_host == self._is_locked(source):
+            to_host = self.is_locked(target)
+            if to_host == self.is_locked(source):
                 self.hazards.append("a copy is not between page-locked and device memory")
             self._look_for_uses(stream, source if to_host else target)
             if to_host:
@@ -282,7 +282,13 @@ class FakeCuda:
         for at in used:
             del self._uses[at]
 
-    def _is_locked(self, tensor: torch.Tensor) -> bool:
+    def lock(self, *tensors: torch.Tensor) -> None:
+        """Let tensors be in page-locked memory."""
+        for tensor in tensors:
+            self.locked[tensor.data_ptr()] = tensor.nbytes
+
+    def is_locked(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in page-locked memory."""
         address = tensor.data_ptr()
         return any(start <= address < start + size for start, size in self.locked.items())
 
@@ -348,7 +354,9 @@ class _LateThread:
 
 
 @contextlib.contextmanager
-def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> Iterator[FakeCuda]:
+def fake_cuda(
+    seed: int = 0, pace: float = 0, *, real_thread: bool = False, parameters: str = "cuda"
+) -> Iterator[FakeCuda]:
     """Have a CUDA device that there is not, with all parameters, for the stores opened within.
 
     Afterwards nothing may be under way, and nothing have gone wrong.
@@ -358,6 +366,7 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
         pace: how likely something ends earlier than it has to.
         real_thread: keep the store's thread for late writes; else what it does is done
             when it is waited for, or when the seed says so.
+        parameters: the device that they are on: "cuda", or "cpu" beside it.
     """
     cuda = FakeCuda(seed, pace)
     runtime = SimpleNamespace(cudaHostRegister=cuda.register, cudaHostUnregister=cuda.unregister)
@@ -382,8 +391,11 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
 
         stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
         # Tiers are planned for a GPU; tensors of the device are plain tensors.
-        on_gpu = mock.patch.object(page_table, "device_of", return_value=torch.device("cuda"))
-        stack.enter_context(on_gpu)
+        place = mock.patch.object(page_table, "device_of", return_value=torch.device(parameters))
+        stack.enter_context(place)
+        stack.enter_context(
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: cuda.is_locked(tensor))
+        )
         plain = mock.patch.object(page_table, "open_device")
         stack.enter_context(plain).side_effect = lambda device: (
             CudaDevice(torch.device("cpu")) if device.type == "cuda" else Device()

@@ -24,7 +24,7 @@ from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
 from tierstore.paging.shared_parameters import describe_groups, require_same_values
-from tierstore.paging.sources import Places, Sources
+from tierstore.paging.sources import Places, Sources, require_page_locked
 from tierstore.paging.tier_plan import (
     BUFFERS_MIN,
     Budget,
@@ -239,6 +239,9 @@ class PageTable:
         if self._offloads and not places.parameters.is_host:
             for parameter in members.values():
                 require_offloadable(parameter, world_size)
+        if places.parameters.is_host and not places.step.is_host:
+            for parameter in members.values():
+                require_page_locked(parameter)
         placement = self._plan(pages, places, self._tier)
         self.places = places
         self.replication.device = places.gpu.device

@@ -22,6 +22,7 @@ import torch
 from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.dtensors import local_tensor
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedParameter
@@ -100,6 +101,21 @@ def slabs_bytes(
         return align_up(nbytes, SECTOR_BYTES)
 
     return (window + MOVING_PAGES) * max(map(slab_bytes, layouts), default=0)
+
+
+def require_page_locked(parameter: PagedParameter) -> None:
+    """Refuse a parameter on the host that a GPU cannot copy beside its computation.
+
+    Raises:
+        ValueError: its memory is pageable.
+    """
+    own = local_tensor(parameter.tensor)
+    if own.numel() and not own.is_pinned():
+        raise ValueError(
+            f"parameter {parameter.name!r} is in pageable host memory, and step_on is a GPU, which "
+            "copies parameters from page-locked memory only: FSDP2's CPUOffloadPolicy() puts them "
+            "there, and so does tensor.pin_memory()"
+        )
 
 
 class Moved(Source):
@@ -236,7 +252,7 @@ class Sources:
             self._free += [DeviceBuffer(pool.acquire().tensor) for _ in range(count)]
         else:
             self._free += [places.step.allocate(slab_bytes) for _ in range(count)]
-        self._behind: deque[Moved] = deque()  # Their parameters may be in flight.
+        self._behind: deque[Moved] = deque()  # Stepped, or their parameters may be in flight.
 
     def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
         """Yield a source of each page.
@@ -256,8 +272,8 @@ class Sources:
                     ahead.append(Moved(self._free[0], self._places, waiting.popleft()))
                     self._free.popleft()  # Last: the slab stays free if a copy cannot begin.
                 ahead[0].arrive()
-                yield ahead[0]
                 self._behind.append(ahead.popleft())
+                yield self._behind[-1]
         finally:
             self._behind.extend(ahead)
 
