@@ -204,6 +204,7 @@ class FakeCuda:
         self._random = random.Random(seed)
         self._pace = pace
         self._clock = 0
+        self.bytes_up = self.bytes_down = 0
         self.locked: dict[int, int] = {}
         """Address -> bytes of page-locked memory."""
         self._uses: dict[int, int] = {}  # Address -> time of the last computation there.
@@ -255,8 +256,10 @@ class FakeCuda:
             copy = _Copy(self, source, target, to_host=to_host)
             stream.items.append(copy)
             if to_host:
+                self.bytes_down += source.nbytes
                 self.outgoing.append(copy)
             else:
+                self.bytes_up += source.nbytes
                 self.incoming.append(copy)
                 self.computes_in(target)
 
