@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import muon
 import tierstore
+from tests.support.fake_cuda import fake_cuda
 from tests.support.process_tree import kill_tree
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -193,6 +194,32 @@ def test_a_checkpoint_of_a_step_that_is_done_again(tmp_path: Path) -> None:
             trainer.train()
             published = tmp_path / "checkpoint-2/store"
             assert stock_reader_finds(published) == set(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 0.0])
+def test_gradients_that_left_are_clipped_logged_and_summed(max_norm: float, tmp_path: Path) -> None:
+    """By the Trainer itself, with the norms and weights of gradients that stay."""
+    import transformers.trainer  # noqa: F401
+
+    settings = {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": max_norm,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+    }
+    found = []
+    for name, options in {"stays": {}, "leaves": {"offload_gradients": "backward"}}.items():
+        with fake_cuda(), tierstore.TierStore(tmp_path / name / "run", **options) as store:
+            trainer = trainer_of(tmp_path / name, store, settings=settings)
+            trainer.train()
+            norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+            weights = [p.detach().clone() for p in trainer.model.parameters()]
+            found.append((norms, weights))
+    (norms, weights), (expected_norms, expected) = found
+    assert norms == expected_norms
+    assert len(norms) == 3
+    assert min(norms) > 0.05
+    assert all(map(torch.equal, weights, expected))
 
 
 def stock_reader_finds(checkpoint: Path) -> set[str]:
