@@ -30,7 +30,7 @@ def test_memory_covers_all_buffers_in_one_piece(count: int, nbytes: int) -> None
 def test_page_locked_memory_is_unregistered_before_it_is_unmapped(kept: str) -> None:
     """The last view of the memory keeps it mapped and registered."""
     with fake_cuda() as cuda:
-        pool = BufferPool(2, SECTOR_BYTES, page_locked=True)
+        pool = BufferPool(2, SECTOR_BYTES, page_locked=torch.device("cpu"))
         (address,) = cuda.locked
         view = getattr(pool.acquire(), kept)
         del pool
@@ -52,7 +52,7 @@ class Launches(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (kwargs or {}).get("device") != "cuda":
+        if str((kwargs or {}).get("device")) != "cuda":
             return func(*args, **(kwargs or {}))
         error, self.error = self.error, 0
         if error:
@@ -65,7 +65,7 @@ def test_a_failed_page_lock_leaves_no_cuda_error(
 ) -> None:
     with fake_cuda(), Launches() as launches:
         torch.cuda.cudart().cudaHostRegister = launches.register  # type: ignore[no-untyped-call]
-        pool = BufferPool(2, SECTOR_BYTES, page_locked=True)
+        pool = BufferPool(2, SECTOR_BYTES, page_locked=torch.device("cuda"))
         pool.acquire().tensor.fill_(1)
         torch.ones(1, device="cuda")  # The next computation of any program.
     assert "not page-locked" in caplog.text

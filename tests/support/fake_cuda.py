@@ -147,10 +147,12 @@ class _Event:
 
     def synchronize(self) -> None:
         with self.cuda.mutex:
+            self.cuda.need_device()
             self.end()
 
     def query(self) -> bool:
         with self.cuda.mutex:
+            self.cuda.need_device()
             self.cuda.go_on()
             return self.stream.ended >= self.position
 
@@ -204,6 +206,7 @@ class FakeCuda:
         self._random = random.Random(seed)
         self._pace = pace
         self._clock = 0
+        self._own = threading.local()  # The device of each thread.
         self.bytes_up = self.bytes_down = 0
         self.locked: dict[int, int] = {}
         """Address -> bytes of page-locked memory."""
@@ -295,8 +298,21 @@ class FakeCuda:
         address = tensor.data_ptr()
         return any(start <= address < start + size for start, size in self.locked.items())
 
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """Make the device that of the thread."""
+        before, self._own.device = getattr(self._own, "device", None), device
+        yield
+        self._own.device = before
+
+    def need_device(self) -> None:
+        """Note a thread that would make a context on the first GPU."""
+        if getattr(self._own, "device", None) is None:
+            self.hazards.append("a thread calls CUDA without the device of the parameters")
+
     def register(self, address: int, nbytes: int, flags: int) -> int:
         with self.mutex:
+            self.need_device()
             self.locked[address] = nbytes
         return 0
 
@@ -382,6 +398,7 @@ def fake_cuda(
                 stream=lambda stream: _OnStream(cuda, stream),
                 current_stream=lambda device: cuda.current,
                 cudart=lambda: runtime,
+                device=cuda.on_device,
             )
         )
         # Copies in flight keep their tensors here in any case.

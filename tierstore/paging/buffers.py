@@ -48,7 +48,7 @@ class BufferPool:
     Args:
         count: number of buffers.
         nbytes: bytes of each buffer, rounded up to sectors.
-        page_locked: lock the memory for copies to and from CUDA devices.
+        page_locked: the GPU that copies the memory, which is then page-locked; None: do not lock.
 
     Attributes:
         memory: all buffers in one piece, to be registered with a storage.
@@ -57,7 +57,7 @@ class BufferPool:
         BudgetError: the machine has not enough memory.
     """
 
-    def __init__(self, count: int, nbytes: int, *, page_locked: bool = False) -> None:
+    def __init__(self, count: int, nbytes: int, *, page_locked: torch.device | None = None) -> None:
         self.buffer_bytes = align_up(nbytes, SECTOR_BYTES)
         self.count = count
         arena_bytes = max(count * self.buffer_bytes, SECTOR_BYTES)
@@ -71,8 +71,8 @@ class BufferPool:
             with contextlib.suppress(OSError):  # A kernel without huge pages: slower.
                 arena.madvise(mmap.MADV_HUGEPAGE, first, huge_bytes)
         _populate(arena, first, arena_bytes)
-        if page_locked:
-            _lock_pages(arena, address + first, arena_bytes)
+        if page_locked is not None:
+            _lock_pages(arena, address + first, arena_bytes, page_locked)
         self.memory = memoryview(arena)[first : first + self.nbytes]
         self._all = [
             Buffer(
@@ -162,10 +162,11 @@ def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
             arena[position] = 0
 
 
-def _lock_pages(arena: _Arena, address: int, nbytes: int) -> None:
+def _lock_pages(arena: _Arena, address: int, nbytes: int, device: torch.device) -> None:
     """Register memory with CUDA for as long as it lives."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(address, nbytes, 0))
+    with torch.cuda.device(device):  # Else another GPU would get a context.
+        error = int(runtime.cudaHostRegister(address, nbytes, 0))
     if error:
         logger.warning(
             "%s of page buffers are not page-locked (CUDA error %d): copies to the device are "
@@ -175,7 +176,7 @@ def _lock_pages(arena: _Arena, address: int, nbytes: int) -> None:
         )
         # CUDA raises the error at the next kernel launch: launch a kernel now.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
+            torch.ones(1, device=device)
         return
     arena.unregister = functools.partial(runtime.cudaHostUnregister, address)
 

@@ -6,6 +6,7 @@ copied-back result waits for the device.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,17 +19,23 @@ from tierstore.layout.page_layout import PageLayout, RecordViews
 class Copy:
     """A copy in flight, which ends with an event. Without an event it has ended."""
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self, event: torch.cuda.Event | None = None, device: torch.device | None = None
+    ) -> None:
         self.event = event
+        self._device = device
 
     def wait(self) -> None:
         """Block until the copy has ended."""
         if self.event is not None:
-            self.event.synchronize()
+            # A thread without a device would make a context on the first GPU.
+            with torch.cuda.device(self._device):
+                self.event.synchronize()
 
     def done(self) -> bool:
         """Return whether the copy has ended. Never blocks."""
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        with contextlib.nullcontext() if self.event is None else torch.cuda.device(self._device):
+            return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +56,11 @@ class Device:
     is_host = True
     """True if pages are stepped in their host buffers."""
     device = torch.device("cpu")
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The device, unless it is the host."""
+        return None if self.is_host else self.device
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Return ``nbytes`` of device memory."""
@@ -139,7 +151,7 @@ class CudaDevice(Device):
         ended = self._recorded(self._out)
         if memory is not None:
             memory.last_use = ended
-        return Copy(ended)
+        return Copy(ended, self.device)
 
     @override
     def copy_up(
@@ -161,7 +173,7 @@ class CudaDevice(Device):
         if memory is not None:
             memory.last_use = ended
         current.wait_event(ended)
-        return Copy(ended)
+        return Copy(ended, self.device)
 
     @override
     def follow(self, copy: Copy) -> None:
@@ -171,7 +183,8 @@ class CudaDevice(Device):
     @override
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
         host = tensor.to("cpu", non_blocking=True)  # To page-locked memory of torch.
-        return host, Copy(self._recorded(torch.cuda.current_stream(self.device)))
+        ended = self._recorded(torch.cuda.current_stream(self.device))
+        return host, Copy(ended, self.device)
 
     @override
     def note_use(self, memory: DeviceBuffer) -> None:

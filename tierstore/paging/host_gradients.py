@@ -196,7 +196,7 @@ class HostGradients:
         self._device = device
         self._in_flight: deque[tuple[Copy, int]] = deque()  # With the bytes of each.
         self._bytes_in_flight = 0
-        pool = BufferPool(1, gradients_bytes(parameters, dtype), page_locked=True)
+        pool = BufferPool(1, gradients_bytes(parameters, dtype), page_locked=device.device)
         memory = pool.acquire().tensor
         self._places: dict[str, torch.Tensor] = {}
         for parameter in parameters:

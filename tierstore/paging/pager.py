@@ -121,7 +121,7 @@ class Pager:
         """
         if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
             self._pool = BufferPool(
-                placement.buffers, placement.buffer_bytes, page_locked=not device.is_host
+                placement.buffers, placement.buffer_bytes, page_locked=device.gpu
             )
             self.files.register(self._pool.memory)
         tiers = list(zip(pages, placement.tiers, strict=True))
@@ -165,7 +165,7 @@ class Pager:
             page.copy = None
         # Memory and tier change together, last: an interrupt leaves the page as it was.
         if tier is Tier.HOST:
-            buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
+            buffer = BufferPool(1, nbytes, page_locked=device.gpu).acquire()
             if page.device_buffer is not None:
                 device.copy_out(page.device_buffer, buffer.tensor[:nbytes]).wait()
             page.buffer, page.device_buffer, page.tier = buffer, None, tier

@@ -248,7 +248,7 @@ class Sources:
         slab_bytes = nbytes // max(count, 1)
         self._free: deque[DeviceBuffer] = deque()
         if places.step.is_host:
-            pool = BufferPool(count, slab_bytes, page_locked=count > 0)
+            pool = BufferPool(count, slab_bytes, page_locked=places.gpu.gpu if count else None)
             self._free += [DeviceBuffer(pool.acquire().tensor) for _ in range(count)]
         else:
             self._free += [places.step.allocate(slab_bytes) for _ in range(count)]

@@ -49,7 +49,8 @@ def compute() -> Compute:
         PlanError: an optimizer that is installed cannot be loaded.
     """
     has_gpu = torch.cuda.is_available()
-    pool = BufferPool(2, _BYTES, page_locked=has_gpu)
+    gpu = torch.device("cuda") if has_gpu else None
+    pool = BufferPool(2, _BYTES, page_locked=gpu)
     source, destination = pool.acquire(), pool.acquire()
     numbers = source.tensor.view(torch.float32).uniform_()
     rounded = destination.tensor.view(torch.bfloat16)[: numbers.numel()]
