@@ -1,0 +1,333 @@
+"""Kernels for a GPU, run as Python: each element, and only it, is what torch computes on a GPU.
+
+The oracle is numpy, in float32 and where torch's compiler joins a product and a sum in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import fake_triton
+
+NAME = "muon.kernels.gpu"
+SIZES = [1, 63, 2047, 2048, 2049, 5001]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-42, 3.4e38, 65504, 1e-8]
+GUARD = 3  # Elements before and behind each tensor, which nobody may write.
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    return fake_triton.load(NAME)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Memory:
+    """A tensor within memory that is watched."""
+
+    def __init__(self, seed: int, numel: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.all = (torch.randn(numel + 2 * GUARD, generator=generator) * scale).to(dtype)
+        self.own = self.all[GUARD : GUARD + numel]
+        chosen = torch.randperm(numel, generator=generator)[: len(SPECIAL)]
+        self.own[chosen] = torch.tensor(SPECIAL[: len(chosen)]).to(dtype)
+        self.before = self.all.clone()
+
+    def set(self, values: torch.Tensor) -> None:
+        self.own.copy_(values)
+        self.before = self.all.clone()
+
+    def assert_is(self, expected: np.ndarray) -> None:
+        wanted = self.before.clone()
+        wanted[GUARD : GUARD + len(self.own)] = torch.from_numpy(expected).to(wanted.dtype)
+        torch.testing.assert_close(self.all, wanted, rtol=0, atol=0, equal_nan=True)
+
+    def numbers(self) -> np.ndarray:
+        """Return what the tensor was."""
+        found: np.ndarray = self.before[GUARD : GUARD + len(self.own)].float().numpy()
+        return found
+
+
+def fma(a: Any, b: Any, c: Any) -> np.ndarray:
+    found: np.ndarray = np.float64(np.float32(a)) * np.float32(b) + np.float32(c)
+    return found.astype(np.float32)
+
+
+def lerp(start: np.ndarray, end: np.ndarray, weight: float) -> np.ndarray:
+    """Return what torch's kernel computes, in which the compiler joins the product and the sum."""
+    w = np.float32(weight)
+    return fma(w, end - start, start) if abs(w) < 0.5 else fma(start - end, np.float32(1) - w, end)
+
+
+def adopted(master: Memory, parameter: Memory | None) -> tuple[np.ndarray, bool | None]:
+    """Return the masters, with the changed elements of the parameter, and whether there are any."""
+    if parameter is None:
+        return master.numbers(), None
+    rounded = torch.from_numpy(master.numbers()).to(parameter.all.dtype).float().numpy()
+    given = parameter.numbers()
+    differs = (given != rounded) & ~(np.isnan(given) & np.isnan(rounded))
+    return np.where(differs, given, master.numbers()), bool(differs.any())
+
+
+def parameter_of(master: Memory, dtype: torch.dtype | None, changed: int) -> Memory | None:
+    """Return the master rounded, but for some elements; None without a dtype."""
+    if dtype is None:
+        return None
+    parameter = Memory(99, len(master.own), dtype)
+    parameter.set(torch.cat([parameter.own[:changed], master.own[changed:].to(dtype)]))
+    return parameter
+
+
+def own(memory: Memory | None) -> torch.Tensor | None:
+    return None if memory is None else memory.own
+
+
+def check_momentum(
+    kernels: ModuleType,
+    *,
+    numel: int = 2049,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    maximize: bool = False,
+) -> None:
+    for seed, dtypes in enumerate(itertools.product(DTYPES, repeat=3)):
+        grad, buffer, out = (Memory(seed * 3 + i, numel, dtype) for i, dtype in enumerate(dtypes))
+        kernels.momentum_(
+            *(grad.own, buffer.own, out.own),
+            momentum=momentum,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+        g = grad.numbers() * np.float32(-1 if maximize else 1)
+        average = lerp(buffer.numbers(), g, 1 - momentum)
+        grad.assert_is(grad.numbers())
+        buffer.assert_is(average)
+        out.assert_is(lerp(g, average, momentum) if nesterov else average)
+
+
+def check_weights(
+    kernels: ModuleType,
+    *,
+    numel: int = 2049,
+    dtype: torch.dtype | None = torch.bfloat16,
+    changed: int = 7,
+) -> None:
+    for seed, (of_update, alpha) in enumerate(itertools.product(DTYPES, [-0.03, -2.5])):
+        master, update = Memory(seed, numel, torch.float32), Memory(seed + 50, numel, of_update)
+        parameter = parameter_of(master, dtype, changed)
+        found = kernels.muon_(master.own, own(parameter), update.own, decay=0.998, alpha=alpha)
+        values, is_changed = adopted(master, parameter)
+        expected = fma(alpha, update.numbers(), values * np.float32(0.998))
+        master.assert_is(expected)
+        if parameter is not None:
+            parameter.assert_is(expected)
+        assert (None if found is None else bool(found)) == is_changed
+
+
+def check_adamw(
+    kernels: ModuleType,
+    *,
+    numel: int = 2049,
+    dtype: torch.dtype | None = torch.bfloat16,
+    maximize: bool = False,
+    changed: int = 7,
+) -> None:
+    root, size, decay, beta2, eps = (1 - 0.95**3) ** 0.5, 1e-3, 1 - 1e-4, 0.95, 1e-8
+    for seed, (of_grad, beta1) in enumerate(itertools.product(DTYPES, [0.9, 0.3])):
+        master, mean, mean_sq = (Memory(seed + i, numel, torch.float32) for i in range(3))
+        grad = Memory(seed + 3, numel, of_grad, 3.0)
+        mean_sq.set(mean_sq.own.abs())
+        parameter = parameter_of(master, dtype, changed)
+        [found] = kernels.adamw_(
+            *([master.own], [own(parameter)], [grad.own], [mean.own], [mean_sq.own]),
+            roots=[root],
+            sizes=[size],
+            decay=decay,
+            betas=(beta1, beta2),
+            eps=eps,
+            maximize=maximize,
+        )
+        values, is_changed = adopted(master, parameter)
+        g = grad.numbers() * np.float32(-1 if maximize else 1)
+        m = lerp(mean.numbers(), g, 1 - beta1)
+        v = fma(1 - beta2, g * g, mean_sq.numbers() * np.float32(beta2))
+        denominator = np.sqrt(v) / np.float32(root) + np.float32(eps)
+        expected = fma(-size, m / denominator, values * np.float32(decay))
+        for memory, wanted in ((master, expected), (mean, m), (mean_sq, v)):
+            memory.assert_is(wanted)
+        if parameter is not None:
+            parameter.assert_is(expected)
+        assert (None if found is None else bool(found)) == is_changed
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "maximize"),
+    [(0.95, True, False), (0.3, True, True), (0.5, False, False), (0.0, True, False)],
+)
+def test_momentum(
+    kernels: ModuleType, numel: int, momentum: float, nesterov: bool, maximize: bool
+) -> None:
+    check_momentum(kernels, numel=numel, momentum=momentum, nesterov=nesterov, maximize=maximize)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("changed", [0, 1, 10**9])
+def test_weights_of_muon(
+    kernels: ModuleType, numel: int, dtype: torch.dtype | None, changed: int
+) -> None:
+    check_weights(kernels, numel=numel, dtype=dtype, changed=changed)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adamw(kernels: ModuleType, numel: int, dtype: torch.dtype | None, maximize: bool) -> None:
+    check_adamw(kernels, numel=numel, dtype=dtype, maximize=maximize)
+
+
+def test_more_elements_than_32_bits_number(kernels: ModuleType, tmp_path: Path) -> None:
+    """The first and the last program of tensors of 2^31 + 5 elements, in files with holes."""
+    numel = 2**31 + 5
+
+    def tensor(name: str, dtype: torch.dtype, last: float) -> torch.Tensor:
+        made = torch.from_file(str(tmp_path / name), shared=True, size=numel, dtype=dtype)
+        made[-1] = last
+        return made
+
+    for kernel in (kernels._momentum, kernels._muon, kernels._adamw):
+        kernel.programs = [0, (numel - 1) // kernels._BLOCK]
+    try:
+        grad, out = (tensor(name, torch.bfloat16, 3.0) for name in ("grad", "out"))
+        master, mean, mean_sq = (tensor(name, torch.float32, 1.0) for name in "abc")
+        kernels.momentum_(grad, mean, out, momentum=0.5, nesterov=False, maximize=False)
+        assert [mean[-1].item(), out[-1].item(), out[-2].item()] == [2.0, 2.0, 0.0]
+        kernels.muon_(master, None, grad, decay=1.0, alpha=-1.0)
+        assert [master[-1].item(), master[-2].item()] == [-2.0, 0.0]
+        options: dict[str, Any] = {"betas": (0.5, 0.0), "eps": 0.5, "maximize": False}
+        kernels.adamw_(
+            *([master], [None], [grad], [mean], [mean_sq]),
+            roots=[1.0],
+            sizes=[1.4],
+            decay=1.0,
+            **options,
+        )
+        assert [mean[-1].item(), mean_sq[-1].item(), mean_sq[-2].item()] == [2.5, 9.0, 0.0]
+        assert master[-1].item() == -3.0
+    finally:
+        for kernel in (kernels._momentum, kernels._muon, kernels._adamw):
+            kernel.programs = None
+
+
+def test_tensors_that_kernels_take(kernels: ModuleType) -> None:
+    assert kernels.fit(torch.zeros(3), None, torch.zeros(3, 1, dtype=torch.float16))
+    refused = [
+        torch.zeros(0),
+        torch.zeros(4, 4).T[:, :2],
+        torch.zeros(3, dtype=torch.float64),
+        object(),
+    ]
+    for state in refused:
+        assert not kernels.fit(torch.zeros(3), state)
+
+
+# A check, and a mutation that it must see: text of the module, and its replacement.
+Mutant = tuple[Callable[[ModuleType], None], str, str]
+MUTANTS: dict[str, Mutant] = {
+    "past the end": (check_momentum, "places < numel", "places <= numel"),
+    "32 bits": (check_momentum, ".to(tl.int64) * block", " * block"),
+    "no mask": (
+        check_momentum,
+        "average.to(out_at.dtype.element_ty), mask=inside)",
+        "average.to(out_at.dtype.element_ty))",
+    ),
+    "other end": (check_momentum, "if small:", "if not small:"),
+    "from the start, in two roundings": (
+        check_momentum,
+        "tl.fma(weight, end - start, start)",
+        "weight * (end - start) + start",
+    ),
+    "from the end, in two roundings": (
+        check_momentum,
+        "tl.fma(start - end, 1.0 - weight, end)",
+        "(start - end) * (1.0 - weight) + end",
+    ),
+    "from a rounded average": (
+        check_momentum,
+        "average = _lerp(grad, average,",
+        "average = _lerp(grad, average.to(buffer_at.dtype.element_ty).to(tl.float32),",
+    ),
+    "momentum upwards": (
+        lambda kernels: check_momentum(kernels, maximize=True),
+        "grad = grad * -1.0  # Of a zero, too.\n    average",
+        "grad = grad * 1.0\n    average",
+    ),
+    "weights in two roundings": (
+        check_weights,
+        "tl.fma(alpha, update, master * decay)",
+        "alpha * update + master * decay",
+    ),
+    "decay and update in one": (
+        check_weights,
+        "tl.fma(alpha, update, master * decay)",
+        "tl.fma(master, decay, alpha * update)",
+    ),
+    "changes not taken": (check_weights, "tl.where(differs, value, master)", "master"),
+    "NaNs that changed": (
+        lambda kernels: check_weights(kernels, changed=0),
+        "& ~both_nan & inside",
+        "& inside",
+    ),
+    "changes not told": (check_weights, "axis=0) > 0", "axis=0) > 1"),
+    "parameter not written": (
+        check_weights,
+        "tl.fma(alpha, update, master * decay)\n"
+        "    tl.store(master_at + places, master, mask=inside)\n    if is_rounded:",
+        "tl.fma(alpha, update, master * decay)\n"
+        "    tl.store(master_at + places, master, mask=inside)\n    if not is_rounded:",
+    ),
+    "product in another order": (
+        check_adamw,
+        "tl.fma(square_weight, grad * grad, mean_sq * beta2)",
+        "tl.fma(square_weight * grad, grad, mean_sq * beta2)",
+    ),
+    "reciprocal": (
+        check_adamw,
+        "tl.div_rn(tl.sqrt_rn(mean_sq), tl.full((block,), root, tl.float32))",
+        "tl.sqrt_rn(mean_sq) * tl.div_rn(tl.full((block,), 1.0, tl.float32), root)",
+    ),
+    "step in two roundings": (
+        check_adamw,
+        "tl.fma(minus_size, tl.div_rn(mean, denominator), master)",
+        "minus_size * tl.div_rn(mean, denominator) + master",
+    ),
+    "AdamW upwards": (
+        lambda kernels: check_adamw(kernels, maximize=True),
+        "grad = grad * -1.0  # Of a zero, too.\n    master",
+        "grad = grad * 1.0\n    master",
+    ),
+    "moment not written": (check_adamw, "    tl.store(mean_at + places, mean, mask=inside)\n", ""),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_seen(kernels: ModuleType, mutant: str) -> None:
+    check, old, new = MUTANTS[mutant]
+    check(kernels)
+    mutated = fake_triton.load(NAME, old, new)
+    with pytest.raises(AssertionError):
+        check(mutated)
