@@ -15,7 +15,7 @@ import torch
 from tierstore.compiling import not_compiled
 from tierstore.errors import SweepError
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.encodings import EncodedState
+from tierstore.layout.encodings import EncodedState, RootState, SplitMaster
 from tierstore.layout.other_rules import refuse_other_rule
 from tierstore.layout.ownership import SharedShard, SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_names
@@ -38,10 +38,12 @@ __all__ = [
     "Pages",
     "Peers",
     "Ranks",
+    "RootState",
     "RoundedMaster",
     "ShardView",
     "SharedShard",
     "SharedSubgroup",
+    "SplitMaster",
     "SteppedPages",
     "not_compiled",
     "parse_bytes",

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 2048  # Elements of one program.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fit(*states: Any) -> bool:
@@ -28,7 +28,7 @@ def fit(*states: Any) -> bool:
         or (
             isinstance(state, torch.Tensor)
             and state.is_contiguous()
-            and state.dtype in _DTYPES
+            and state.dtype in DTYPES
             and state.numel() > 0
         )
         for state in states
@@ -55,8 +55,8 @@ def momentum_(
             momentum,
             nesterov=nesterov,
             maximize=maximize,
-            grad_weight_small=_is_small(1 - momentum),
-            average_weight_small=_is_small(momentum),
+            grad_weight_small=is_small(1 - momentum),
+            average_weight_small=is_small(momentum),
             block=_BLOCK,
         )
 
@@ -144,14 +144,14 @@ def _step_adamw(
             -size,
             is_rounded=parameter is not None,
             maximize=maximize,
-            weight_small=_is_small(1 - betas[0]),
+            weight_small=is_small(1 - betas[0]),
             block=_BLOCK,
         )
     torch.autograd.graph.increment_version(master if parameter is None else parameter)
     return None if changed is None else changed.view(torch.bool)
 
 
-def _is_small(weight: float) -> bool:
+def is_small(weight: float) -> bool:
     """Return whether torch's ``lerp`` computes from the start, and not from the end."""
     return bool(abs(np.float32(weight)) < 0.5)
 
@@ -161,29 +161,52 @@ def _grid(tensor: torch.Tensor) -> tuple[int]:
 
 
 @triton.jit
-def _lerp(start, end, weight, small: tl.constexpr):
+def lerp(start, end, weight, small: tl.constexpr):
+    """Return what torch's ``lerp`` computes."""
     if small:  # As torch does: exact at both ends.
         return tl.fma(weight, end - start, start)
     return tl.fma(start - end, 1.0 - weight, end)
 
 
 @triton.jit
-def _places(numel, block: tl.constexpr):
+def places_of(numel, block: tl.constexpr):
+    """Return the places of the elements of a program, and a mask of those in the tensor."""
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     return places, places < numel
 
 
 @triton.jit
-def _adopted(master, parameter_at, changed_at, places, inside):
+def adopted(master, parameter_at, changed_at, places, inside):
     """Return the master, with the elements of the parameter that were changed."""
     value = tl.load(parameter_at + places, mask=inside, other=0.0)
     rounded = master.to(value.dtype).to(tl.float32)
     value = value.to(tl.float32)
     both_nan = (value != value) & (rounded != rounded)
     differs = (value != rounded) & ~both_nan & inside
-    if tl.max(differs.to(tl.int32), axis=0) > 0:
+    if tl.max(differs.to(tl.int32), axis=None) > 0:
         tl.store(changed_at, 1)
     return tl.where(differs, value, master)
+
+
+@triton.jit
+def averaged(
+    grad,
+    average,
+    grad_weight,
+    average_weight,
+    nesterov: tl.constexpr,
+    maximize: tl.constexpr,
+    grad_weight_small: tl.constexpr,
+    average_weight_small: tl.constexpr,
+):
+    """Return the new average of gradients, and the input of Newton-Schulz."""
+    if maximize:
+        grad = grad * -1.0  # Of a zero, too.
+    average = lerp(average, grad, grad_weight, grad_weight_small)
+    out = average
+    if nesterov:
+        out = lerp(grad, average, average_weight, average_weight_small)
+    return average, out
 
 
 @triton.jit
@@ -200,16 +223,21 @@ def _momentum(
     average_weight_small: tl.constexpr,
     block: tl.constexpr,
 ):
-    places, inside = _places(numel, block)
+    places, inside = places_of(numel, block)
     grad = tl.load(grad_at + places, mask=inside).to(tl.float32)
     average = tl.load(buffer_at + places, mask=inside).to(tl.float32)
-    if maximize:
-        grad = grad * -1.0  # Of a zero, too.
-    average = _lerp(average, grad, grad_weight, grad_weight_small)
+    average, out = averaged(
+        grad,
+        average,
+        grad_weight,
+        average_weight,
+        nesterov,
+        maximize,
+        grad_weight_small,
+        average_weight_small,
+    )
     tl.store(buffer_at + places, average.to(buffer_at.dtype.element_ty), mask=inside)
-    if nesterov:
-        average = _lerp(grad, average, average_weight, average_weight_small)
-    tl.store(out_at + places, average.to(out_at.dtype.element_ty), mask=inside)
+    tl.store(out_at + places, out.to(out_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -224,15 +252,42 @@ def _muon(
     is_rounded: tl.constexpr,
     block: tl.constexpr,
 ):
-    places, inside = _places(numel, block)
+    places, inside = places_of(numel, block)
     master = tl.load(master_at + places, mask=inside, other=0.0)
     update = tl.load(update_at + places, mask=inside).to(tl.float32)
     if is_rounded:
-        master = _adopted(master, parameter_at, changed_at, places, inside)
+        master = adopted(master, parameter_at, changed_at, places, inside)
     master = tl.fma(alpha, update, master * decay)
     tl.store(master_at + places, master, mask=inside)
     if is_rounded:
         tl.store(parameter_at + places, master.to(parameter_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def adamw_stepped(
+    master,
+    grad,
+    mean,
+    mean_sq,
+    decay,
+    grad_weight,
+    beta2,
+    square_weight,
+    root,
+    eps,
+    minus_size,
+    maximize: tl.constexpr,
+    weight_small: tl.constexpr,
+):
+    """Return the master and the moments after a step."""
+    if maximize:
+        grad = grad * -1.0  # Of a zero, too.
+    mean = lerp(mean, grad, grad_weight, weight_small)
+    mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)
+    divisor = tl.full(mean_sq.shape, root, tl.float32)
+    denominator = tl.div_rn(tl.sqrt_rn(mean_sq), divisor) + eps
+    master = tl.fma(minus_size, tl.div_rn(mean, denominator), master * decay)
+    return master, mean, mean_sq
 
 
 @triton.jit
@@ -256,20 +311,28 @@ def _adamw(
     weight_small: tl.constexpr,
     block: tl.constexpr,
 ):
-    places, inside = _places(numel, block)
+    places, inside = places_of(numel, block)
     master = tl.load(master_at + places, mask=inside, other=0.0)
     grad = tl.load(grad_at + places, mask=inside).to(tl.float32)
     mean = tl.load(mean_at + places, mask=inside)
     mean_sq = tl.load(mean_sq_at + places, mask=inside)
     if is_rounded:
-        master = _adopted(master, parameter_at, changed_at, places, inside)
-    if maximize:
-        grad = grad * -1.0  # Of a zero, too.
-    master = master * decay
-    mean = _lerp(mean, grad, grad_weight, weight_small)
-    mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)
-    denominator = tl.div_rn(tl.sqrt_rn(mean_sq), tl.full((block,), root, tl.float32)) + eps
-    master = tl.fma(minus_size, tl.div_rn(mean, denominator), master)
+        master = adopted(master, parameter_at, changed_at, places, inside)
+    master, mean, mean_sq = adamw_stepped(
+        master,
+        grad,
+        mean,
+        mean_sq,
+        decay,
+        grad_weight,
+        beta2,
+        square_weight,
+        root,
+        eps,
+        minus_size,
+        maximize,
+        weight_small,
+    )
     tl.store(master_at + places, master, mask=inside)
     tl.store(mean_at + places, mean, mask=inside)
     tl.store(mean_sq_at + places, mean_sq, mask=inside)

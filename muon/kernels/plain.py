@@ -1,8 +1,8 @@
 """Update rules as operations of torch, in place on the tensors of chunks.
 
 All operations are elementwise, so results do not depend on where a parameter is cut, and
-gradients are never modified. ``cpu`` and ``gpu`` have functions of the same names and arguments,
-without ``cautious``, and with the same bits.
+gradients are never modified. ``cpu``, ``gpu`` and ``gpu_encoded`` have functions of the same names
+and arguments, without ``cautious``, and with the same bits.
 """
 
 from __future__ import annotations

@@ -42,6 +42,32 @@ class Chances:
             sizes[dimension] = stop - start
         return Chances(self._key, self._shape, tierstore.pages.Chunk(tuple(offsets), tuple(sizes)))
 
+    @property
+    def digest(self) -> int:
+        """64 bits of the key, with a sign."""
+        digest = hashlib.blake2b(self._key.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    @property
+    def first(self) -> tuple[int, int] | None:
+        """The row-major index of the first row in the parameter, and the first column.
+
+        None if rows of the chunk are not consecutive there, or the parameter has no dimensions.
+        Example: in shape (3, 5, columns), a chunk of sizes (2, 5, columns) has rows 5 to 14 or 0 to
+        9; the rows of a chunk of sizes (2, 3, columns) are not consecutive.
+        """
+        if not self._shape:
+            return None
+        chunk = self._chunk
+        row, is_begun = 0, False
+        of_rows = zip(self._shape[:-1], chunk.offsets[:-1], chunk.sizes[:-1], strict=True)
+        for length, offset, size in of_rows:
+            if is_begun and size != length:
+                return None
+            row = row * length + offset
+            is_begun = is_begun or size > 1
+        return row, chunk.offsets[-1]
+
     def bits(self, device: torch.device) -> torch.Tensor:
         """Return 16 random bits for each element: int32, of the shape of the chunk."""
         shape, chunk = self._shape, self._chunk
@@ -51,9 +77,8 @@ class Chances:
             indices = torch.arange(offset, offset + size, device=device)
             stride = math.prod(shape[dimension + 1 : -1])
             rows = rows[..., None] + indices * stride
-        digest = hashlib.blake2b(self._key.encode(), digest_size=8).digest()
-        x = rows.mul(_GOLDEN_64).add_(int.from_bytes(digest, "little", signed=True))
-        x = x.bitwise_xor_(x >> 29).mul_(_MIX_64).bitwise_right_shift_(32).to(torch.int32)
+        x = rows.mul(GOLDEN_64).add_(self.digest)
+        x = x.bitwise_xor_(x >> 29).mul_(MIX_64).bitwise_right_shift_(32).to(torch.int32)
         if shape:
             begin, size = chunk.offsets[-1], chunk.sizes[-1]
             kernels = kernels_for(device) if device.type == "cpu" else None
@@ -61,9 +86,9 @@ class Chances:
                 bits: torch.Tensor = kernels.random_bits(x, begin, size)
                 return bits
             columns = torch.arange(begin, begin + size, device=device)
-            x = x[..., None] ^ columns.mul_(_GOLDEN_32).to(torch.int32)
+            x = x[..., None] ^ columns.mul_(GOLDEN_32).to(torch.int32)
         # The finalizer of a 32-bit hash: https://nullprogram.com/blog/2018/07/31/.
-        for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B, 32))):
+        for shift, factor in ((16, MIX_32), (15, LAST_MIX_32)):
             shifted = (x >> shift).bitwise_and_((1 << 32 - shift) - 1)
             x = shifted.bitwise_xor_(x).mul_(factor)
         return x.bitwise_right_shift_(16).bitwise_and_((1 << _BITS) - 1)
@@ -73,9 +98,11 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> bits - 1 else value
 
 
-_GOLDEN_32 = 0x9E3779B1
-_GOLDEN_64 = _signed(0x9E3779B97F4A7C15, 64)
-_MIX_64 = _signed(0xBF58476D1CE4E5B9, 64)
+GOLDEN_32 = _signed(0x9E3779B1, 32)
+GOLDEN_64 = _signed(0x9E3779B97F4A7C15, 64)
+MIX_64 = _signed(0xBF58476D1CE4E5B9, 64)
+MIX_32 = 0x7FEB352D
+LAST_MIX_32 = _signed(0x846CA68B, 32)
 
 
 class Rounded:
@@ -86,32 +113,32 @@ class Rounded:
         chances: of its elements.
     """
 
-    __slots__ = ("_chances", "_state")
+    __slots__ = ("chances", "state")
 
     def __init__(
         self, state: torch.Tensor | tierstore.pages.EncodedState, chances: Chances
     ) -> None:
-        self._state = state
-        self._chances = chances
+        self.state = state
+        self.chances = chances
 
     def read(self) -> torch.Tensor:
         """Return the values: float32, in memory of their own."""
-        if isinstance(self._state, tierstore.pages.EncodedState):
-            return self._state.read()
-        return self._state.to(torch.float32)
+        if isinstance(self.state, tierstore.pages.EncodedState):
+            return self.state.read()
+        return self.state.to(torch.float32)
 
     def write(self, values: torch.Tensor) -> None:
         """Round and keep float32 values."""
-        bits = self._chances.bits(values.device)
-        if isinstance(self._state, tierstore.pages.EncodedState):
-            self._state.write(values, bits.to(torch.float32).mul_(2.0**-_BITS))
+        bits = self.chances.bits(values.device)
+        if isinstance(self.state, tierstore.pages.EncodedState):
+            self.state.write(values, bits.to(torch.float32).mul_(2.0**-_BITS))
             return
         # The upper half of float32 is bfloat16: what is added to the lower half carries into it.
         rounded = (values.view(torch.int32) + bits).bitwise_and_(-1 << _BITS).view(torch.float32)
-        self._state.copy_(torch.where(values.isnan(), values, rounded))
+        self.state.copy_(torch.where(values.isnan(), values, rounded))
 
     def __getitem__(self, index: Any) -> Rounded:
-        return Rounded(self._state[index], self._chances[index])
+        return Rounded(self.state[index], self.chances[index])
 
 
 def rounded(state: Any, key: str, shape: Sequence[int], chunk: tierstore.pages.Chunk) -> AnyState:

@@ -1,10 +1,10 @@
 """The update rules: opens states, cuts them into pieces, and chooses who computes.
 
-Kernels of one pass over memory (``cpu``, ``gpu``), where the device has them and they take the
-tensors; operations of torch (``plain``) otherwise. Both give the same bits, but for the sign of a
-zero where ``momentum`` or a beta is 0 or 1, in which loops of torch differ from each other. Kernels
-for a GPU need Triton, which builds of torch for GPUs bring along, and a C compiler; kernels for a
-CPU are built with the package.
+Kernels of one pass over memory (``cpu``, ``gpu``, and ``gpu_encoded`` for states in fewer bytes),
+where the device has them and they take the tensors; operations of torch (``plain``) otherwise. Both
+give the same bits, but for the sign of a zero where ``momentum`` or a beta is 0 or 1, in which
+loops of torch differ from each other. Kernels for a GPU need Triton, which builds of torch for GPUs
+bring along, and a C compiler; kernels for a CPU are built with the package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,7 +24,8 @@ from muon.kernels import plain
 logger = logging.getLogger("muon")
 
 _PIECE_NUMEL = 1 << 18
-_SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches.
+_SMALL_NUMEL = 1 << 16
+"""Smaller tensors of AdamW take less time in batches; see _is_batched()."""
 
 
 class Readable(Protocol):
@@ -177,7 +178,7 @@ def adamw_(
     left = []
     for row in zip(steps, grads, masters, exp_avgs, exp_avg_sqs, strict=True):
         step, grad, *states = row
-        if kernels is None or grad.numel() < _SMALL_NUMEL:
+        if kernels is None or _is_batched(grad, states):
             left.append(row)
             continue
         for rules, part, values, parameter in _parts(kernels, [grad], states, has_master=True):
@@ -203,16 +204,28 @@ def adamw_(
             _note_changed(master, changed)
 
 
+def _is_batched(grad: torch.Tensor, states: Sequence[AnyState]) -> bool:
+    """Return whether a chunk of AdamW takes less time in a batch of small ones than by a kernel.
+
+    On a GPU a batch of tensors has few launches. States that are read and written have more
+    launches for each chunk than a kernel.
+    """
+    if grad.numel() >= _SMALL_NUMEL:
+        return False
+    return grad.is_cpu or all(isinstance(state, torch.Tensor) for state in states)
+
+
 def _parts(
     kernels: Any,
     tensors: Sequence[torch.Tensor],
     states: Sequence[AnyState],
     *,
     has_master: bool = False,
-) -> Iterator[tuple[Any, Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor | None]]:
+) -> Iterator[tuple[Any, Sequence[torch.Tensor], Sequence[Any], torch.Tensor | None]]:
     """Yield parts of tensors and states, each to be stepped before the next is asked for.
 
-    The whole, if kernels take it as it is. Otherwise pieces, with the values of encoded states.
+    The whole, if kernels take it as it is, encoded states too. Otherwise pieces, with the values of
+    encoded states.
 
     Args:
         kernels: a module of kernels, or None.
@@ -222,8 +235,8 @@ def _parts(
             tensors.
 
     Yields:
-        The module of the rule, the tensors, the values of the states, and the parameter that is
-        the master rounded, or None.
+        The module of the rule, the tensors, the states as the rule takes them, and the parameter
+        that is the master rounded, or None.
     """
     own, parameter = _split(states[0])
     values: list[Any] = [own, *states[1:]]
@@ -231,6 +244,11 @@ def _parts(
         taken = _taken(kernels, tensors, values, parameter, has_master)
         if taken is not None:
             yield kernels, taken, values, parameter
+            return
+    elif kernels is not None and (encoded := encoded_kernels_for(tensors[0].device)) is not None:
+        whole = [tensor.contiguous() for tensor in tensors] if has_master else tensors
+        if encoded.fit(whole, values, parameter, has_master=has_master):
+            yield encoded, whole, values, parameter
             return
     for piece in _pieces(*tensors, *states):
         given, (first, *others) = piece[: len(tensors)], piece[len(tensors) :]
@@ -339,16 +357,39 @@ def kernels_for(device: torch.device) -> Any:
         return None
     if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
+    return _checked(name, device, "steps", _agree)
+
+
+@functools.cache
+def encoded_kernels_for(device: torch.device) -> Any:
+    """Return the module of kernels that step states in fewer bytes as they are, or None.
+
+    On a CPU their values are decoded and encoded by kernels of ``tierstore``.
+    """
+    if device.type != "cuda":
+        return None
+    of_states = "steps of states in fewer bytes"
+    name = "muon.kernels.gpu_encoded"
+    return _checked(name, device, of_states, lambda kernels, device: kernels.agree(device))
+
+
+def _checked(
+    name: str,
+    device: torch.device,
+    steps: str,
+    agree: Callable[[Any, torch.device], bool],
+) -> Any:
+    """Return a module of kernels if they have the bits of operations of torch, or None and warn."""
     kernels = None
     try:
         kernels = importlib.import_module(name)
-        are_equal = _agree(kernels, device)
+        are_equal = agree(kernels, device)
         problem: object = "other bits than torch"
     except Exception as error:
         # Triton or a compiler may be absent, or too old for the GPU; nothing native may be built.
         are_equal, problem = False, error
     if not are_equal:
-        logger.warning("steps on %s take more passes over memory: %s", device, problem)
+        logger.warning("%s on %s take more passes over memory: %s", steps, device, problem)
     return kernels if are_equal else None
 
 

@@ -107,6 +107,7 @@ def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, to
 def leave_out_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by operations of torch alone."""
     monkeypatch.setattr(rules, "kernels_for", lambda device: None)
+    monkeypatch.setattr(rules, "encoded_kernels_for", lambda device: None)
     monkeypatch.setattr(rounding, "kernels_for", lambda device: None)
     monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
 
@@ -133,6 +134,11 @@ def test_a_training_has_the_bits_of_torch(
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_run(device: str) -> None:
     assert rules.kernels_for(torch.device(device)) is not None
+
+
+@needs_cuda
+def test_kernels_of_states_in_fewer_bytes_run_on_a_gpu() -> None:
+    assert rules.encoded_kernels_for(torch.device("cuda")) is not None
 
 
 @needs_avx2

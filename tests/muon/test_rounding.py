@@ -56,6 +56,27 @@ def test_a_chunk_has_the_bits_of_its_elements(shape: tuple[int, ...]) -> None:
     assert torch.equal(rows, chunk.select(expected)[1:2])
 
 
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes", "first"),
+    [
+        ((700,), (256,), (300,), (0, 256)),
+        ((40, 300), (7, 0), (9, 300), (7, 0)),
+        ((3, 5, 300), (1, 0, 256), (2, 5, 44), (5, 256)),
+        ((3, 5, 300), (2, 1, 0), (1, 3, 300), (11, 0)),
+        ((3, 5, 300), (1, 0, 0), (2, 3, 300), None),
+        ((3, 1, 5, 300), (1, 0, 0, 0), (2, 1, 5, 300), (5, 0)),
+        ((), (), (), None),
+    ],
+)
+def test_the_first_of_consecutive_rows(
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    first: tuple[int, int] | None,
+) -> None:
+    assert Chances("key", shape, tierstore.pages.Chunk(offsets, sizes)).first == first
+
+
 def test_bfloat16_is_right_in_the_mean_and_next_to_the_value() -> None:
     value = 1 + 0.3 * 2**-7
     values = torch.full((1000, 400), value)

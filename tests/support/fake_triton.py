@@ -74,9 +74,9 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def _max(values: torch.Tensor, axis: int) -> torch.Tensor:
+def _max(values: torch.Tensor, axis: int | None) -> torch.Tensor:
     assert values.dtype == torch.int32, "a GPU drops NaNs"
-    return values.amax(axis)
+    return values.max() if axis is None else values.amax(axis)
 
 
 def _full(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +141,10 @@ def _argument(value: Any) -> Any:
 
 _language = ModuleType("triton.language")
 vars(_language).update(
-    **{name: getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "uint8")},
+    **{
+        name: getattr(torch, name)
+        for name in ("int8", "int16", "int32", "int64", "uint8", "bfloat16")
+    },
     float32=torch.float32,
     constexpr=lambda value: value,
     program_id=lambda axis: torch.tensor([_program], dtype=torch.int32),
@@ -156,6 +159,7 @@ vars(_language).update(
     floor=torch.floor,
     minimum=lambda a, b: a.clamp(max=b),
     maximum=lambda a, b: a.clamp(min=b),
+    cdiv=lambda a, b: (a + b - 1) // b,
     cast=lambda value, dtype, bitcast: value.view(dtype),
     # torch's root on a CPU is not always the nearest number.
     sqrt_rn=lambda x: torch.from_numpy(np.sqrt(x.numpy())),
@@ -163,26 +167,31 @@ vars(_language).update(
 )
 
 
+# Each imports only modules before it.
+_MODULES = ("muon.kernels.gpu", "muon.kernels.gpu_encodings", "muon.kernels.gpu_encoded")
+
+
 def load(name: str, old: str = "", new: str = "") -> ModuleType:
     """Return a module with kernels, made anew over the stand-in.
 
     Args:
         name: of the module.
-        old: text of the module that occurs once, to be replaced; empty for none.
-        new: what replaces it.
+        old: text that occurs once in it or in the modules before it; empty for none.
+        new: what replaces the text.
     """
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).read_text()
-    if old:
-        assert source.count(old) == 1, f"{source.count(old)} times: {old}"
-        source = source.replace(old, new)
     triton = ModuleType("triton")
     vars(triton).update(jit=_jit, cdiv=lambda a, b: -(-a // b), language=_language, __path__=[])
-    module = ModuleType(name)
+    count = 0
     with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": _language}):
-        for real in [key for key in sys.modules if key.startswith("muon.kernels.gpu")]:
-            del sys.modules[real]  # One module of kernels may import another.
-        exec(compile(source, spec.origin, "exec"), vars(module))
+        for each in _MODULES[: _MODULES.index(name) + 1]:
+            spec = importlib.util.find_spec(each)
+            assert spec is not None
+            assert spec.origin is not None
+            source = Path(spec.origin).read_text()
+            if old:
+                count += source.count(old)
+                source = source.replace(old, new)
+            module = sys.modules[each] = ModuleType(each)
+            exec(compile(source, spec.origin, "exec"), vars(module))
+    assert not old or count == 1, f"{count} times: {old}"
     return module
