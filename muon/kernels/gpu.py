@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 2048  # Elements of one program.
+_HAS_PTX = tl.constexpr(torch.version.hip is None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -161,6 +162,28 @@ def _grid(tensor: torch.Tensor) -> tuple[int]:
 
 
 @triton.jit
+def divided(a, b):
+    """Return a / b, rounded once. Triton 3.5 compiles ``tl.div_rn`` to flush subnormal numbers."""
+    if _HAS_PTX:
+        return tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def square_root(x):
+    """Return the root, rounded once, as divided()."""
+    if _HAS_PTX:
+        return tl.inline_asm_elementwise(
+            "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
 def lerp(start, end, weight, small: tl.constexpr):
     """Return what torch's ``lerp`` computes."""
     if small:  # As torch does: exact at both ends.
@@ -285,8 +308,8 @@ def adamw_stepped(
     mean = lerp(mean, grad, grad_weight, weight_small)
     mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)
     divisor = tl.full(mean_sq.shape, root, tl.float32)
-    denominator = tl.div_rn(tl.sqrt_rn(mean_sq), divisor) + eps
-    master = tl.fma(minus_size, tl.div_rn(mean, denominator), master * decay)
+    denominator = divided(square_root(mean_sq), divisor) + eps
+    master = tl.fma(minus_size, divided(mean, denominator), master * decay)
     return master, mean, mean_sq
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from muon.kernels import rounding
+from muon.kernels.gpu import divided, square_root
 
 _GOLDEN_32 = tl.constexpr(rounding.GOLDEN_32)
 _GOLDEN_64 = tl.constexpr(rounding.GOLDEN_64)
@@ -114,16 +115,16 @@ def store_roots(
     """Encode values; 0.5 as the chance is to the nearest number."""
     largest = tl.max(tl.where(inside, _magnitude(value), 0), axis=1)[:, None]
     top = tl.full(largest.shape, 1.0 * last * last * last * last, tl.float32)
-    scale = tl.div_rn(_float(largest), top)
+    scale = divided(_float(largest), top)
     scale = tl.where(largest < 0x7F800000, scale, float("nan"))
     tl.store(scale_at + scale_places, scale, mask=has_row)
     # A block of zeros has the scale 0, and so have numbers too small for a scale.
-    ratio = tl.div_rn(value, tl.where(scale > 0, scale, 1.0))
+    ratio = divided(value, tl.where(scale > 0, scale, 1.0))
     ratio = tl.where(_magnitude(ratio) < 0x7F800000, ratio, 0.0)
     size = tl.abs(ratio)
-    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(size))), 1.0 * last - 1.0)
+    below = tl.minimum(tl.floor(square_root(square_root(size))), 1.0 * last - 1.0)
     low = _power(below)
-    part = tl.div_rn(size - low, _power(below + 1.0) - low)  # Between the neighbours, in [0, 1].
+    part = divided(size - low, _power(below + 1.0) - low)  # Between the neighbours, in [0, 1].
     number = below.to(tl.int32) + (part > chance).to(tl.int32)
     if last == 127:
         number = tl.where(ratio < 0, -number, number)

@@ -24,7 +24,6 @@ FINITE = [0.0, -0.0, 1e-40, -1e-42, 3.4e38, -3.4e38, 1e-8]
 MASTERS = ["float32", "rounded bfloat16", "rounded float16", "split 16", "split 8"]
 MOMENTS = ["float32", "bfloat16", "int8"]
 SHAPES = [(5, 300), (3, 256), (9, 513), (1, 1), (700,), (2, 3, 130), (1030, 3)]
-ADAMW: dict[str, Any] = {"decay": 1 - 1e-4, "eps": 1e-8}
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +141,12 @@ def check_adamw(
     of_grad: torch.dtype = torch.bfloat16,
     beta1: float = 0.9,
     maximize: bool = False,
+    decay: float = 1 - 1e-4,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
 ) -> None:
-    options = {**ADAMW, "betas": (beta1, 0.95), "maximize": maximize}
+    options: dict[str, Any] = {"decay": decay, "eps": eps, "maximize": maximize}
+    options["betas"] = (beta1, beta2)
     root, size = (1 - 0.95**3) ** 0.5, 1e-3
     ours, theirs = (Case(master, moments, shape, chunk) for _ in range(2))
     grad = gradients(ours.stored()[0].shape, 4).to(of_grad)
@@ -233,6 +236,12 @@ def test_adamw(kernels: ModuleType, master: str, moments: str, shape: tuple[int,
         check_adamw(
             kernels, master=master, moments=moments, shape=shape, of_grad=of_grad, beta1=beta1
         )
+
+
+def test_hyperparameters_that_are_whole_numbers(kernels: ModuleType) -> None:
+    for momentum in (0, 1):
+        check_momentum(kernels, momentum=momentum)
+    check_adamw(kernels, decay=1, eps=0, beta1=0, beta2=0)
 
 
 def check_parts(kernels: ModuleType) -> None:
@@ -489,6 +498,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an infinite scale": (check_momentum, "largest < 0x7F800000", "largest <= 0x7F800000"),
     "a divisor that is a NaN": (check_momentum, "tl.where(scale > 0, scale, 1.0)", "scale"),
+    "a subnormal scale": (check_momentum, "divided(_float(largest)", "tl.div_rn(_float(largest)"),
+    "a subnormal divisor": (check_momentum, "divided(value,", "tl.div_rn(value,"),
     "an infinite ratio": (
         lambda kernels: check_momentum(kernels, of_grad=torch.float32),
         "_magnitude(ratio) < 0x7F800000",

@@ -125,14 +125,17 @@ def check_adamw(
     dtype: torch.dtype | None = torch.bfloat16,
     maximize: bool = False,
     changed: int = 7,
+    decay: float = 1 - 1e-4,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
 ) -> None:
     root, size = (1 - 0.95**3) ** 0.5, 1e-3
-    options: dict[str, Any] = {"decay": 1 - 1e-4, "eps": 1e-8, "maximize": maximize}
-    for seed, (of_grad, beta1) in enumerate(itertools.product(DTYPES, [0.9, 0.3])):
+    options: dict[str, Any] = {"decay": decay, "eps": eps, "maximize": maximize}
+    for seed, (of_grad, beta1) in enumerate(itertools.product(DTYPES, [0.9, 0.3, 0])):
         master, mean, mean_sq = (Memory(seed + i, numel, torch.float32) for i in range(3))
         grad = Memory(seed + 3, numel, of_grad, 3.0)
         mean_sq.set(mean_sq.own.abs())
-        options["betas"] = (beta1, 0.95)
+        options["betas"] = (beta1, beta2)
         parameter = parameter_of(master, dtype, changed)
         [found] = kernels.adamw_(
             *([master.own], [own(parameter)], [grad.own], [mean.own], [mean_sq.own]),
@@ -152,6 +155,20 @@ def check_adamw(
         if parameter is not None:
             parameter.assert_is(expected)
         assert (None if found is None else bool(found)) == is_changed
+
+
+def check_subnormal_moments(kernels: ModuleType) -> None:
+    master, grad, mean = torch.zeros(2), torch.zeros(2), torch.full((2,), 1e-40)
+    mean_sq = torch.tensor([1e-40, 1.0])
+    before = [tensor.numpy().copy() for tensor in (master, grad, mean, mean_sq)]
+    options: dict[str, Any] = {"decay": 1.0, "betas": (0.9, 0.95), "eps": 0.0, "maximize": False}
+    kernels.adamw_(
+        *([master], [None], [grad], [mean], [mean_sq]), roots=[0.5], sizes=[0.1], **options
+    )
+    expected = gpu_rules.adamw(*before, root=0.5, size=0.1, **options)
+    for found, wanted in zip((master, mean, mean_sq), expected, strict=True):
+        assert np.array_equal(found.numpy(), wanted)
+    assert (master < 0).all()
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -179,6 +196,12 @@ def test_weights_of_muon(
 @pytest.mark.parametrize("maximize", [False, True])
 def test_adamw(kernels: ModuleType, numel: int, dtype: torch.dtype | None, maximize: bool) -> None:
     check_adamw(kernels, numel=numel, dtype=dtype, maximize=maximize)
+
+
+def test_hyperparameters_that_are_whole_numbers(kernels: ModuleType) -> None:
+    for momentum in (0, 1):
+        check_momentum(kernels, momentum=momentum)
+    check_adamw(kernels, decay=1, eps=0, beta2=0)
 
 
 def test_more_elements_than_32_bits_number(kernels: ModuleType, tmp_path: Path) -> None:
@@ -288,13 +311,23 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "reciprocal": (
         check_adamw,
-        "tl.div_rn(tl.sqrt_rn(mean_sq), divisor)",
-        "tl.sqrt_rn(mean_sq) * tl.div_rn(tl.full(mean_sq.shape, 1.0, tl.float32), divisor)",
+        "divided(square_root(mean_sq), divisor)",
+        "square_root(mean_sq) * divided(tl.full(mean_sq.shape, 1.0, tl.float32), divisor)",
     ),
     "step in two roundings": (
         check_adamw,
-        "tl.fma(minus_size, tl.div_rn(mean, denominator), master * decay)",
-        "minus_size * tl.div_rn(mean, denominator) + master * decay",
+        "tl.fma(minus_size, divided(mean, denominator), master * decay)",
+        "minus_size * divided(mean, denominator) + master * decay",
+    ),
+    "subnormal roots": (
+        check_subnormal_moments,
+        "divided(square_root(mean_sq)",
+        "divided(tl.sqrt_rn(mean_sq)",
+    ),
+    "subnormal means": (
+        check_subnormal_moments,
+        "divided(mean, denominator)",
+        "tl.div_rn(mean, denominator)",
     ),
     "AdamW upwards": (
         lambda kernels: check_adamw(kernels, maximize=True),

@@ -3,6 +3,7 @@
 Masked lanes of a load are poison, and a store outside of its tensor is an error. Scalars are
 float32, int32, or int64 from 2^31 on. All operations are rounded as on a GPU, except:
 
+- ``div_rn`` and ``sqrt_rn`` flush subnormal numbers, as Triton 3.5 compiles them and 3.9 does not;
 - ``fma`` rounds twice, to float64 and then to float32: one result in about 2^29 differs;
 - no product and sum are joined, which a compiler may do unless a launch has enable_fp_fusion=False;
 - a NaN has the sign and the payload that the CPU gives it;
@@ -15,7 +16,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,7 +71,7 @@ def _store(pointer: _Pointer, value: Any, mask: torch.Tensor | None = None) -> N
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     for operand in (a, b, c):
-        assert operand.dtype == torch.float32
+        assert operand.dtype in (torch.float32, torch.int32)  # Whole numbers are converted.
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -81,6 +82,16 @@ def _max(values: torch.Tensor, axis: int | None) -> torch.Tensor:
 
 def _full(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(value).to(dtype).expand(shape)
+
+
+def _asm(asm: str, _: str, args: Sequence[torch.Tensor], **_of_compiler: Any) -> torch.Tensor:
+    # torch's root on a CPU is not always the nearest number.
+    operation: Any = {"div.rn.f32": np.divide, "sqrt.rn.f32": np.sqrt}[asm.split()[0]]
+    return torch.from_numpy(operation(*(arg.numpy() for arg in args)))
+
+
+def _flushed(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values.abs() < torch.finfo(torch.float32).tiny, values * 0, values)
 
 
 class _Kernel:
@@ -161,9 +172,9 @@ vars(_language).update(
     maximum=lambda a, b: a.clamp(min=b),
     cdiv=lambda a, b: (a + b - 1) // b,
     cast=lambda value, dtype, bitcast: value.view(dtype),
-    # torch's root on a CPU is not always the nearest number.
-    sqrt_rn=lambda x: torch.from_numpy(np.sqrt(x.numpy())),
-    div_rn=lambda a, b: torch.from_numpy(np.divide(a.numpy(), b.numpy())),
+    sqrt_rn=lambda x: _flushed(_asm("sqrt.rn.f32", "", [_flushed(x)])),
+    div_rn=lambda a, b: _flushed(_asm("div.rn.f32", "", [_flushed(a), _flushed(b)])),
+    inline_asm_elementwise=_asm,
 )
 
 
