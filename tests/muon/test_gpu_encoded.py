@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from muon.kernels import rounding, rules
+from tests.muon.test_kernels import FEWER_BYTES, train
 from tests.support import fake_triton, gpu_rules
 from tierstore.layout import encoding_kernels
 from tierstore.pages import Chunk, RootState, RoundedMaster, SplitMaster
@@ -162,23 +163,18 @@ def check_adamw(
     )
     assert kernels._adamw.launches == launches + 1
     assert kernels._adamw.options == {"enable_fp_fusion": False}
-    own: Any = theirs.master
-    if theirs.parameter is not None:
-        own = RoundedMaster(theirs.master, theirs.parameter, theirs.noted.append)
-    with rules.opened([own, *theirs.moments]) as values:
-        stepped = gpu_rules.adamw(
-            *(value.numpy() for value in (values[0], grad.float(), *values[1:])),
-            root=root,
-            size=size,
+    with rules.opened([theirs.master, *theirs.moments]) as [own, *values]:
+        [expected_changed] = gpu_rules.adamw_(
+            *([own], [theirs.parameter], [grad], *([value] for value in values)),
+            roots=[root],
+            sizes=[size],
             **options,
         )
-        for value, new in zip(values, stepped, strict=True):
-            value.copy_(torch.from_numpy(new))
     assert_same_bits(grad, before)
     for found, expected in zip(ours.stored(), theirs.stored(), strict=True):
         assert_same_bits(found, expected)
-    assert (changed is None) == (theirs.parameter is None)
-    assert bool(changed) == any(map(bool, theirs.noted))
+    assert (changed is None) == (ours.parameter is None)
+    assert bool(changed) == bool(expected_changed)
 
 
 def check_momentum(
@@ -198,11 +194,12 @@ def check_momentum(
     assert kernels.fit([grad, out], [ours], None, has_master=False)
     kernels.momentum_(grad, ours, out, **options)
     assert kernels._momentum.options == {"enable_fp_fusion": False}
-    average, given = gpu_rules.momentum(grad.float().numpy(), theirs.read().numpy(), **options)
-    theirs.write(torch.from_numpy(average))
+    expected_out = torch.zeros_like(out)
+    with rules.opened([theirs]) as [values]:
+        gpu_rules.momentum_(grad, values, expected_out, **options)
     for found, expected in zip(ours.stored.values(), theirs.stored.values(), strict=True):
         assert_same_bits(found, expected)
-    assert_same_bits(out, torch.from_numpy(given).to(of_grad))
+    assert_same_bits(out, expected_out)
 
 
 def check_weights(
@@ -221,9 +218,8 @@ def check_weights(
     assert kernels.fit([update], [ours], None, has_master=True)
     assert kernels.muon_(ours, None, update, decay=0.998, alpha=-0.03) is None
     assert kernels._muon.options == {"enable_fp_fusion": False}
-    values = theirs.read().numpy()
-    stepped = gpu_rules.weights(values, update.float().numpy(), decay=0.998, alpha=-0.03)
-    theirs.write(torch.from_numpy(stepped))
+    with rules.opened([theirs]) as [values]:
+        gpu_rules.muon_(values, None, update, decay=0.998, alpha=-0.03)
     for found, expected in zip(ours.stored.values(), theirs.stored.values(), strict=True):
         assert_same_bits(found, expected)
 
@@ -405,37 +401,33 @@ def test_rules_choose_the_kernels(
     assert [kernels._momentum.launches, kernels._muon.launches] == [n + 1 for n in counts[1:]]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FEWER_BYTES)
+def test_a_training_has_the_bits_of_operations(
+    kernels: ModuleType, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", 1 << 17)  # Few programs, each of which takes time.
+    of_tensors = fake_triton.load("muon.kernels.gpu")
+    monkeypatch.setattr(of_tensors, "_BLOCK", 1 << 17)
+    monkeypatch.setattr(rules, "kernels_for", lambda device: of_tensors)
+    monkeypatch.setattr(rules, "encoded_kernels_for", lambda device: kernels)
+    launches = kernels._adamw.launches
+    found = train("cpu", dtype, FEWER_BYTES[name])
+    assert kernels._adamw.launches == launches + 8  # Four steps of two parameters.
+    monkeypatch.setattr(rules, "kernels_for", lambda device: None)
+    monkeypatch.setattr(rules, "plain", gpu_rules)
+    expected = train("cpu", dtype, FEWER_BYTES[name])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_comparison_with_operations_sees_other_bits(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rules of torch on a CPU round otherwise, so they stand for a GPU that does."""
     assert not kernels.agree(torch.device("cpu"))
 
-    class Plain:
-        """The rules as torch has them on a GPU."""
-
-        @staticmethod
-        def momentum_(
-            grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, **of: Any
-        ) -> None:
-            average, given = gpu_rules.momentum(grad.float().numpy(), buffer.numpy(), **of)
-            buffer.copy_(torch.from_numpy(average))
-            out.copy_(torch.from_numpy(given))
-
-        @staticmethod
-        def muon_(master: torch.Tensor, _: None, update: torch.Tensor, **of: Any) -> None:
-            stepped = gpu_rules.weights(master.numpy(), update.float().numpy(), **of)
-            master.copy_(torch.from_numpy(stepped))
-
-        @staticmethod
-        def adamw_(*columns: Any, roots: Any, sizes: Any, **of: Any) -> None:
-            master, _, grad, *moments = (values for [values] in columns)
-            given = (values.float().numpy() for values in (master, grad, *moments))
-            stepped = gpu_rules.adamw(*given, root=roots[0], size=sizes[0], **of)
-            for values, new in zip((master, *moments), stepped, strict=True):
-                values.copy_(torch.from_numpy(new))
-
-    monkeypatch.setattr(kernels, "plain", Plain)
+    monkeypatch.setattr(kernels, "plain", gpu_rules)
     assert kernels.agree(torch.device("cpu"))
 
 

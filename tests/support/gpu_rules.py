@@ -1,13 +1,18 @@
 """Update rules in numpy, with the roundings of torch's kernels on a GPU.
 
-All arrays are float32. The compiler of torch's kernels joins a product and a sum: fma().
+All arrays are float32. The compiler of torch's kernels joins a product and a sum: fma(). Functions
+with an underscore at the end are those of ``muon.kernels.plain``, for tensors on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+
+import tierstore
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
@@ -53,3 +58,49 @@ def adamw(
     v = fma(1 - betas[1], g * g, mean_sq * np.float32(betas[1]))
     denominator = np.sqrt(v) / np.float32(root) + np.float32(eps)
     return fma(-size, m / denominator, master * np.float32(decay)), m, v
+
+
+def momentum_(grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+    average, given = momentum(grad.float().numpy(), buffer.float().numpy(), **options)
+    buffer.copy_(torch.from_numpy(average))
+    out.copy_(torch.from_numpy(given))
+
+
+def muon_(
+    master: torch.Tensor, parameter: torch.Tensor | None, update: torch.Tensor, **options: Any
+) -> torch.Tensor | None:
+    changed = _adopt(master, parameter)
+    master.copy_(torch.from_numpy(weights(master.numpy(), update.float().numpy(), **options)))
+    if parameter is not None:
+        parameter.copy_(master)
+    return changed
+
+
+def adamw_(
+    masters: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor],
+    *moments: Sequence[torch.Tensor],
+    roots: Sequence[float],
+    sizes: Sequence[float],
+    **options: Any,
+) -> list[torch.Tensor | None]:
+    found = []
+    rows = zip(masters, parameters, grads, *moments, roots, sizes, strict=True)
+    for master, parameter, grad, mean, mean_sq, root, size in rows:
+        found.append(_adopt(master, parameter))
+        given = (tensor.float().numpy() for tensor in (master, grad, mean, mean_sq))
+        stepped = adamw(*given, root=root, size=size, **options)
+        for tensor, new in zip((master, mean, mean_sq), stepped, strict=True):
+            tensor.copy_(torch.from_numpy(new))
+        if parameter is not None:
+            parameter.copy_(master)
+    return found
+
+
+def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Take over what was changed in the parameter; return whether anything was, None for no."""
+    found: list[torch.Tensor] = []
+    if parameter is not None:
+        tierstore.pages.RoundedMaster(master, parameter, found.append).read()
+    return found[0] if found else None
