@@ -24,8 +24,7 @@ from muon.kernels import plain
 logger = logging.getLogger("muon")
 
 _PIECE_NUMEL = 1 << 18
-_SMALL_NUMEL = 1 << 16
-"""Smaller tensors of AdamW take less time in batches; see _is_batched()."""
+_SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches.
 
 
 class Readable(Protocol):
@@ -178,7 +177,9 @@ def adamw_(
     left = []
     for row in zip(steps, grads, masters, exp_avgs, exp_avg_sqs, strict=True):
         step, grad, *states = row
-        if kernels is None or _is_batched(grad, states):
+        is_small = grad.numel() < _SMALL_NUMEL
+        # On a GPU a state that is not a tensor has more launches of its own than a kernel.
+        if kernels is None or (is_small and (grad.is_cpu or _are_tensors(states))):
             left.append(row)
             continue
         for rules, part, values, parameter in _parts(kernels, [grad], states, has_master=True):
@@ -202,17 +203,6 @@ def adamw_(
             )
         for master, changed in zip(some_masters, found, strict=True):
             _note_changed(master, changed)
-
-
-def _is_batched(grad: torch.Tensor, states: Sequence[AnyState]) -> bool:
-    """Return whether a chunk of AdamW takes less time in a batch of small ones than by a kernel.
-
-    On a GPU a batch of tensors has few launches. States that are read and written have more
-    launches for each chunk than a kernel.
-    """
-    if grad.numel() >= _SMALL_NUMEL:
-        return False
-    return grad.is_cpu or all(isinstance(state, torch.Tensor) for state in states)
 
 
 def _parts(
@@ -240,7 +230,7 @@ def _parts(
     """
     own, parameter = _split(states[0])
     values: list[Any] = [own, *states[1:]]
-    if all(isinstance(value, torch.Tensor) for value in values):
+    if _are_tensors(values):
         taken = _taken(kernels, tensors, values, parameter, has_master)
         if taken is not None:
             yield kernels, taken, values, parameter
@@ -291,6 +281,10 @@ def _split(state: AnyState) -> tuple[AnyState, torch.Tensor | None]:
     if isinstance(state, tierstore.pages.RoundedMaster):
         return state.master, state.parameter
     return state, None
+
+
+def _are_tensors(states: Sequence[AnyState]) -> bool:
+    return all(isinstance(state, torch.Tensor) for state in states)
 
 
 def _note_changed(master: Any, changed: torch.Tensor | None) -> None:

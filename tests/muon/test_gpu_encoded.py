@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -431,13 +431,24 @@ def test_the_comparison_with_operations_sees_other_bits(
     assert kernels.agree(torch.device("cpu"))
 
 
-def test_chunks_of_a_gpu_that_no_batch_joins() -> None:
-    on_gpu = torch.empty(5, device="meta")
-    encoded = RoundedMaster(on_gpu, on_gpu.bfloat16(), lambda changed: None)
-    assert rules._is_batched(on_gpu, [on_gpu, on_gpu])
-    assert not rules._is_batched(on_gpu, [encoded, on_gpu])
-    assert rules._is_batched(torch.empty(5), [encoded])
-    assert not rules._is_batched(torch.empty(1 << 16), [encoded])
+def test_small_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose master is rounded into a parameter have a kernel each; the others are batched."""
+    stepped = []
+
+    def adamw_(masters: list[torch.Tensor], parameters: Any, *_: Any, **of: Any) -> list[None]:
+        stepped.append(parameters)
+        return [None]
+
+    kernels = SimpleNamespace(fit=lambda *states: True, adamw_=adamw_)
+    monkeypatch.setattr(rules, "kernels_for", lambda device: kernels)
+    own, parameter = torch.empty(5, device="meta"), torch.empty(5, device="meta").bfloat16()
+    rounded = RoundedMaster(own, parameter, lambda changed: None)
+    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    rules.adamw_([own, rounded], *([own] * 2 for _ in range(3)), steps=[1.0, 1.0], **options)
+    assert stepped == [[parameter]]
+    rounded = RoundedMaster(torch.ones(5), torch.ones(5).bfloat16(), lambda changed: None)
+    rules.adamw_([rounded], *([torch.ones(5)] for _ in range(3)), steps=[1.0], **options)
+    assert len(stepped) == 1
 
 
 LARGE = "large"
