@@ -82,13 +82,14 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
             f"param group {number} has no {name!r}: a key may be changed, but not removed"
         )
     for name, value in group.items():
-        key = KEYS.get(name)
-        if key is None:
+        if name not in KEYS:
             if meant := _meant(name):
                 raise ValueError(
                     f"unknown key {name!r} in param group {number}: did you mean {meant!r}?"
                 )
-        elif key.only is not None:
+            continue
+        key = KEYS[name]
+        if key.only is not None:
             if value is not None and bool(value) != key.only:
                 raise ValueError(
                     f"{name} is not supported, got {value!r} in param group {number}: {key.advice}"

@@ -403,13 +403,13 @@ def of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORMS = [(key.name, key.form) for key in KEYS.values() if key.form is not None]
+_ABSENT = dict.fromkeys(name for name, _ in _FORMS)
 
 
 def form(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the pages of a group depend on."""
-    return {
-        name: group.get(name) if of is _as_it_is else of(group.get(name)) for name, of in _FORMS
-    }
+    given = {**_ABSENT, **group}
+    return {name: given[name] if of is _as_it_is else of(given[name]) for name, of in _FORMS}
 
 
 def loaded(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
