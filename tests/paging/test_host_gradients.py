@@ -152,7 +152,7 @@ def test_all_gradients_leave_during_backward(tmp_path: Path) -> None:
 
 
 def test_a_gradient_is_clipped_once(tmp_path: Path) -> None:
-    """What would compute with a clipped gradient is refused, and the step is as if it was not."""
+    """A clipped gradient refuses what would compute with it, and the step is as if it was not."""
     stays = Run(None, STAYS)
     backward(stays.parameters, 1)
     nn.utils.clip_grad_norm_(stays.parameters.values(), 0.5)

@@ -19,7 +19,7 @@ from tierstore.tools.plan.drives import parse_drives
 from tierstore.tools.plan.footprint import StoreOptions
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.memory import extra_sets
-from tierstore.tools.plan.model_files import model_from_listing
+from tierstore.tools.plan.model_files import model_from_listing, read_model
 from tierstore.tools.plan.plan import FREE, Plan, plan, to_plain
 from tierstore.tools.plan.rates import Rates, assumed_rates
 
@@ -255,6 +255,34 @@ def test_matrices_are_counted_where_steps_are_computed() -> None:
     parts = {need.place: need.parts for need in ranks_of_cpu.needs}["host"]
     assert parts[in_messages] == 2 * 2 * 8 * 1024**2
     assert parts[in_steps] == 2 * ranks_of_cpu.ranks.matrix_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_8b_on_a_gpu_of_24_gb(algorithm: str) -> None:
+    """By hand: 8.03e9 bfloat16 parameters, and the largest gradient, of 128256 x 4096."""
+    model = read_model(Path(__file__).parent / "configs" / "llama-3.1-8b.json")
+    drives = parse_drives("4x3.84TB@7/5.5GB/s,1DWPD")
+    job = Job(gpus=1, gpu_memory=24 * 2**30, host_memory=128 * 2**30, drives=drives)
+    rates = assumed_rates(drives, on_gpu=True)
+
+    def needs(**options: Any) -> dict[str, Any]:
+        store = StoreOptions(host_memory=64 * 2**30, **options)
+        found = plan(model, replace(job, store=store), rates, algorithm=algorithm)
+        return {need.place: need for need in found.needs}
+
+    stay, leave = needs(), needs(offload_gradients="backward")
+    parameters, largest = 2 * 8_030_261_248, 2 * 128_256 * 4096
+    assert not stay["GPU"].fits
+    assert leave["GPU"].fits
+    assert leave["GPU"].parts["parameters"] == parameters
+    assert (stay["GPU"].parts["gradients"], leave["GPU"].parts["gradients"]) == (
+        parameters,
+        largest,
+    )
+    assert leave["host"].parts["copies of gradients and parameters"] == parameters
+    # Slabs with the gradients of three pages.
+    assert leave["GPU"].parts["pages on the device"] > stay["GPU"].parts["pages on the device"]
 
 
 @pytest.mark.parametrize("partition", ["ddp", "fsdp", "hsdp"])
