@@ -140,10 +140,12 @@ def test_stages_are_jobs_of_their_own(
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("compute", ["device", "host"])
+@pytest.mark.parametrize("step_on", [None, "cpu"])
 @pytest.mark.parametrize("layout", ["plain", "rows", "columns", "copies"])
-def test_ranks_with_nothing(pool: RankPool, tmp_path: Path, layout: str, compute: str) -> None:
-    store = {"compute": compute}
+def test_ranks_with_nothing(
+    pool: RankPool, tmp_path: Path, layout: str, step_on: str | None
+) -> None:
+    store = {"step_on": step_on}
     case = Case(layout=layout, shapes=FEW, directory=tmp_path / "run", store=store)
     of_ranks = pool.run(4, "tests.rank_programs.training:train", case)
     assert_as_one_process(of_ranks, FEW, one_process(FEW, {}))

@@ -124,9 +124,11 @@ def test_parameters_on_the_host_are_stepped_on_a_gpu(
         with pytest.raises(ValueError, match="'wide' is in pageable host memory"):
             trained.optimizer.restore()
         cuda.lock(*trained.parameters.values())
+        grads: list[torch.Tensor] = []
         for step in range(1, STEPS + 1):
             training.set_gradients(trained.parameters, step)
-            grads = [p.grad for p in trained.parameters.values() if p.grad is not None]
+            # Kept, so that no memory of the device has their addresses later.
+            grads += [p.grad for p in trained.parameters.values() if p.grad is not None]
             cuda.lock(*grads)
             trained.optimizer.step()
             for name, parameter in trained.parameters.items():
