@@ -224,7 +224,7 @@ def averaged(
 ):
     """Return the new average of gradients, and the input of Newton-Schulz."""
     if maximize:
-        grad = grad * -1.0  # Of a zero, too.
+        grad = grad * -1.0  # Also the sign of a zero.
     average = lerp(average, grad, grad_weight, grad_weight_small)
     out = average
     if nesterov:
@@ -304,7 +304,7 @@ def adamw_stepped(
 ):
     """Return the master and the moments after a step."""
     if maximize:
-        grad = grad * -1.0  # Of a zero, too.
+        grad = grad * -1.0  # Also the sign of a zero.
     mean = lerp(mean, grad, grad_weight, weight_small)
     mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)
     divisor = tl.full(mean_sq.shape, root, tl.float32)

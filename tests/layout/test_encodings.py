@@ -350,3 +350,14 @@ def test_tensors_that_kernels_do_not_take() -> None:
     assert torch.equal(state.read(), expected.read())
     with pytest.raises(RuntimeError):
         state.write(values[:299])
+
+
+@pytest.mark.parametrize("remainder", [torch.int16, torch.int8])
+def test_a_master_whose_parameter_is_on_another_device(remainder: torch.dtype) -> None:
+    """As outside of a step, where pages are elsewhere than parameters."""
+    parameter = torch.ones(3, 4, dtype=torch.bfloat16)
+    of_page = torch.zeros(3, 4, dtype=remainder, device="meta")
+    master = SplitMaster(parameter, of_page)
+    assert master.read().device.type == "meta"
+    before = torch.ones(3, 4, dtype=torch.bfloat16, device="meta")
+    assert master.drop_remainders(before).device.type == "meta"

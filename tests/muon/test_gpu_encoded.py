@@ -432,7 +432,7 @@ def test_the_comparison_with_operations_sees_other_bits(
 
 
 def test_small_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose master is rounded into a parameter have a kernel each; the others are batched."""
+    """A chunk whose master is rounded into a parameter has a kernel; others are batched."""
     stepped = []
 
     def adamw_(masters: list[torch.Tensor], parameters: Any, *_: Any, **of: Any) -> list[None]:

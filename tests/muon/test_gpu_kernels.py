@@ -277,7 +277,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "momentum upwards": (
         lambda kernels: check_momentum(kernels, maximize=True),
-        "grad = grad * -1.0  # Of a zero, too.\n    average",
+        "grad = grad * -1.0  # Also the sign of a zero.\n    average",
         "grad = grad * 1.0\n    average",
     ),
     "weights in two roundings": (
@@ -331,7 +331,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "AdamW upwards": (
         lambda kernels: check_adamw(kernels, maximize=True),
-        "grad = grad * -1.0  # Of a zero, too.\n    mean =",
+        "grad = grad * -1.0  # Also the sign of a zero.\n    mean =",
         "grad = grad * 1.0\n    mean =",
     ),
     "moment not written": (check_adamw, "    tl.store(mean_at + places, mean, mask=inside)\n", ""),

@@ -20,6 +20,7 @@ import tierstore
 from tests.support import training
 from tests.support.fake_cuda import fake_cuda
 from tests.support.faults import Fault, FaultyStorage
+from tierstore.paging.device import open_device
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 
 STEPS = 9
@@ -141,6 +142,45 @@ def test_parameters_on_the_host_are_stepped_on_a_gpu(
         assert found.optimizer.restore() == STEPS
         found.assert_right()
         found.store.close()
+
+
+def test_parameters_on_the_host_are_whole_after_an_error() -> None:
+    """Also those whose copies from the device were under way."""
+    with fake_cuda(parameters="cpu") as cuda:
+        parameters = training.make_parameters(torch.bfloat16)
+        store = tierstore.TierStore(None, page_bytes=PAGE_BYTES, step_on="cuda")
+        optimizer = muon.Muon(training.make_groups(parameters), store=store)
+        cuda.lock(*parameters.values())
+        training.set_gradients(parameters, 1)
+        cuda.lock(*(p.grad for p in parameters.values() if p.grad is not None))
+        optimizer.step()
+        before = {name: parameter.clone() for name, parameter in parameters.items()}
+
+        def leave_in_the_middle() -> None:
+            with store.pages.sweep() as pages:
+                next(pages), next(pages), next(pages)
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            leave_in_the_middle()
+        assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
+        store.close()
+
+
+def test_a_gpu_is_found_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without an index is the current one: other threads have another."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    with tierstore.TierStore(None, step_on="cuda") as store:
+        optimizer = muon.Muon([{"params": [weight], "algorithm": "adamw"}], store=store)
+        if not torch.cuda.is_available():
+            with pytest.raises(ValueError, match="finds no GPU to step on"):
+                optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    assert open_device(torch.device("cuda")).device == torch.device("cuda:3")
+    assert open_device(torch.device("cuda:1")).device == torch.device("cuda:1")
 
 
 @pytest.mark.quick(8)

@@ -330,6 +330,8 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": lambda grad: grad + torch.ones_like(grad, device="cpu"),
     "product": lambda grad: grad.mul_(torch.ones(8, 8)),
+    "sum without a share": lambda grad: grad.add_(torch.ones(8, 8), alpha=0),
+    "data": lambda grad: setattr(grad, "data", torch.zeros(8, 8)),
     "number": lambda grad: grad.mul_(0.5),
     "norms of rows": lambda grad: grad.norm(dim=0),
     "sum with a number": lambda grad: grad + 1,
@@ -357,6 +359,70 @@ def test_all_else_is_refused_and_changes_nothing(use: Callable[[torch.Tensor], o
 
 
 @pytest.mark.usefixtures("_on_gpu")
+def test_a_number_that_left_is_no_factor() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    with tierstore.TierStore(None, offload_gradients="backward") as store:
+        optimizer = muon.Muon(
+            [{"params": [("scale", parameter)], "algorithm": "adamw"}], store=store
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            parameter.sum().backward()
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="in host memory"):
+            torch.ones(3).mul_(parameter.grad)
+
+
+@pytest.mark.usefixtures("_on_gpu")
+def test_a_list_is_scaled_whole_or_not_at_all() -> None:
+    model, _, store = small_run(None)
+    loss_of(model).backward()
+    first, second, *_ = [parameter.grad for parameter in model.parameters()]
+    second.mul_(torch.tensor(0.5))
+    plain = torch.ones(3)
+    with pytest.raises(RuntimeError, match="clip once for each step"):
+        torch._foreach_mul_([plain, first, second], torch.tensor(0.5))
+    assert torch.equal(plain, torch.ones(3))
+    assert first.left.factor is None
+    store.close()
+
+
+@pytest.mark.usefixtures("_on_gpu")
+def test_a_penalty_of_a_gradient_has_its_graph() -> None:
+    found = []
+    for options in ({}, {"offload_gradients": "backward"}):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        with tierstore.TierStore(None, **options) as store:
+            group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+            optimizer = muon.Muon([group], store=store)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss_of(model).backward(create_graph=True)
+                penalty = model.weight.grad.norm()
+                model.weight.grad = None
+                penalty.backward()
+                optimizer.step()
+            found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("_on_gpu")
+def test_a_gradient_that_left_for_another_store_is_refused() -> None:
+    model, optimizer, store = small_run(None)
+    loss_of(model).backward()
+    store.close()
+    group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+    with tierstore.TierStore(None) as other:
+        optimizer = muon.Muon([group], store=other)
+        with pytest.raises(ValueError, match="in the host memory of another store"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("_on_gpu")
 def test_a_backward_that_makes_a_graph() -> None:
     model, optimizer, store = small_run(None)
     for _ in range(2):
@@ -366,21 +432,23 @@ def test_a_backward_that_makes_a_graph() -> None:
     store.close()
 
 
-@pytest.mark.usefixtures("_on_gpu")
 def test_copies_that_ended_are_forgotten() -> None:
-    def count() -> int:
-        gc.collect()
-        return sum(isinstance(each, Copy) for each in gc.get_objects())
+    with fake_cuda() as cuda:
 
-    model, optimizer, store = small_run(None)
-    counts = []
-    for _ in range(3):
-        for _ in range(5):
-            loss_of(model).backward()
-        optimizer.step()
-        counts.append(count())
-    assert len(set(counts)) == 1
-    store.close()
+        def count() -> int:
+            gc.collect()
+            copies = [each for each in gc.get_objects() if isinstance(each, Copy)]
+            return sum(getattr(copy.event, "cuda", None) is cuda for copy in copies)
+
+        model, optimizer, store = small_run(None)
+        counts = []
+        for _ in range(3):
+            for _ in range(5):
+                loss_of(model).backward()
+            optimizer.step()
+            counts.append(count())
+        assert len(set(counts)) == 1
+        store.close()
 
 
 @pytest.mark.usefixtures("_on_gpu")

@@ -165,8 +165,8 @@ class _Event:
     def end(self) -> None:
         """Let everything before the event take effect for the host, too."""
         while self.stream.ended < self.position:
-            self.stream.items[self.stream.ended].end()
-            self.stream.ended += 1
+            self.stream.ended += 1  # First: memory that is freed then may end the rest.
+            self.stream.items[self.stream.ended - 1].end()
 
 
 class _OnStream(TorchFunctionMode):
@@ -310,6 +310,14 @@ class FakeCuda:
         if getattr(self._own, "device", None) is None:
             self.hazards.append("a thread calls CUDA without the device of the parameters")
 
+    def synchronize(self) -> None:
+        """Let everything end that was issued."""
+        with self.mutex:
+            for stream in self.streams:
+                event = _Event(self)
+                event.stream, event.position = stream, len(stream.items)
+                event.end()
+
     def register(self, address: int, nbytes: int, flags: int) -> int:
         with self.mutex:
             self.need_device()
@@ -399,6 +407,7 @@ def fake_cuda(
                 current_stream=lambda device: cuda.current,
                 cudart=lambda: runtime,
                 device=cuda.on_device,
+                synchronize=lambda device: cuda.synchronize(),
             )
         )
         # Copies in flight keep their tensors here in any case.

@@ -151,7 +151,9 @@ class SplitMaster(EncodedState):
     def read(self) -> torch.Tensor:
         if encoding_kernels.fit(self._parameter, self._remainder):
             return encoding_kernels.decode_split(self._parameter, self._remainder)
-        high = self._parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        # Outside of a step, the parameter may be on another device than the page.
+        device = self._remainder.device
+        high = self._parameter.view(torch.int16).to(device, torch.int32).bitwise_left_shift_(16)
         low = self._remainder.to(torch.int32)
         if self._shift:
             low.bitwise_left_shift_(self._shift)
@@ -187,7 +189,8 @@ class SplitMaster(EncodedState):
         Returns:
             Bool of shape (): whether any element was changed.
         """
-        changed = self._parameter.view(torch.int16) != before.view(torch.int16)
+        now = self._parameter.view(torch.int16).to(before.device)
+        changed = now != before.view(torch.int16)
         self._remainder.masked_fill_(changed, 0)
         return changed.any()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import logging
 import mmap
 import os
@@ -178,7 +177,14 @@ def _lock_pages(arena: _Arena, address: int, nbytes: int, device: torch.device) 
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
         return
-    arena.unregister = functools.partial(runtime.cudaHostUnregister, address)
+
+    synchronize = torch.cuda.synchronize
+
+    def unregister() -> None:
+        synchronize(device)  # A GPU may be behind with copies from here and to here.
+        runtime.cudaHostUnregister(address)
+
+    arena.unregister = unregister
 
 
 def _no_memory(nbytes: int) -> BudgetError:

@@ -198,5 +198,18 @@ class CudaDevice(Device):
 
 
 def open_device(device: torch.device) -> Device:
-    """Return the Device of a CPU or CUDA device."""
-    return CudaDevice(device) if device.type == "cuda" else Device()
+    """Return the Device of a CPU or CUDA device.
+
+    Raises:
+        ValueError: torch finds no CUDA device.
+    """
+    if device.type != "cuda":
+        return Device()
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"torch {torch.__version__} finds no GPU to step on: see `tierstore doctor`, or leave "
+            "step_on out"
+        )
+    # With its index: other threads have other current devices.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaDevice(torch.device("cuda", index))

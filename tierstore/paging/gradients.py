@@ -173,6 +173,11 @@ def _check_gradient(
             f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
             "(for an embedding, sparse=False)"
         )
+    if isinstance(local_tensor(grad), HostGradient) and not places.has_slabs:
+        raise ValueError(
+            f"the gradient of {spec.name!r} is in the host memory of another store: call "
+            "zero_grad(), or open this store with offload_gradients='backward'"
+        )
     held = places.dtype_of(spec.dtype)
     if places.moves_parameters and torch.promote_types(grad.dtype, held) != held:
         raise ValueError(

@@ -95,6 +95,15 @@ class HostGradient(torch.Tensor):
     def __dlpack__(self, **options: Any) -> NoReturn:
         self.left.refuse("__dlpack__()")
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The gradient without its graph, which it does not have."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.left.refuse("an assignment to .data")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -104,20 +113,18 @@ class HostGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Do what a training loop does with a gradient, or refuse."""
-        has_more = any(
-            value not in (None, False, []) for value in [*args[2:], *(kwargs or {}).values()]
-        )
+        further = [*args[2:], *(kwargs or {}).values()]
+        has_more = not all(value is None or value is False or value == [] for value in further)
         first, other = args[0], cast("Any", args[1] if len(args) > 1 else None)
         gradients = first if isinstance(first, list | tuple) else [first]
         if not has_more and all(isinstance(each, torch.Tensor) for each in gradients):
             if function is _ops.detach.default:
                 return HostGradient(first.left, first)
-            if function in (_ops.add.Tensor, _ops.add_.Tensor) and _can_add(function, first, other):
+            if function is _ops.add_.Tensor and _can_add(first, other):
                 first.left.add(first.left, other)
                 return first
             if function in (_ops.mul_.Tensor, _ops._foreach_mul_.Tensor) and _is_number(other):
-                for each in gradients:
-                    _scale(each, other)
+                _scale(gradients, other)
                 return first if gradients is not first else None
             if function in (_ops.linalg_vector_norm.default, _ops._foreach_norm.Scalar):
                 norms = [_norm(each, 2.0 if other is None else float(other)) for each in gradients]
@@ -125,15 +132,10 @@ class HostGradient(torch.Tensor):
         next(_gradients([*args, *(kwargs or {}).values()])).left.refuse(str(function))
 
 
-def _can_add(function: Any, gradient: Any, other: Any) -> bool:
-    """Return whether the step can take a sum in place of a gradient.
-
-    A backward that makes a graph adds out of place, and drops the gradient before.
-    """
-    in_backward = torch._C._current_graph_task_id() != -1
+def _can_add(gradient: Any, other: Any) -> bool:
+    """Return whether a tensor on the device can be added to a gradient."""
     return (
-        (function is _ops.add_.Tensor or in_backward)
-        and isinstance(gradient, HostGradient)
+        isinstance(gradient, HostGradient)
         and isinstance(other, torch.Tensor)
         and not isinstance(other, HostGradient)
         and (other.shape, other.device) == (gradient.shape, gradient.device)
@@ -141,17 +143,19 @@ def _can_add(function: Any, gradient: Any, other: Any) -> bool:
 
 
 def _is_number(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.numel() == 1
+    is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, HostGradient)
+    return is_plain and tensor.numel() == 1
 
 
-def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    if not isinstance(gradient, HostGradient):
-        gradient.mul_(factor)
-        return
-    left = gradient.left
-    if left.factor is not None:
-        left.refuse("a second product", "clip once for each step")
-    left.factor = factor.detach().reshape(())
+def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    for known in _gradients(gradients):  # Before any is scaled.
+        if known.left.factor is not None:
+            known.left.refuse("a second product", "clip once for each step")
+    for gradient in gradients:
+        if isinstance(gradient, HostGradient):
+            gradient.left.factor = factor.detach().reshape(())
+        else:
+            gradient.mul_(factor)
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
@@ -185,7 +189,7 @@ class HostGradients:
 
     Args:
         device: the GPU of the gradients.
-        parameters: all parameters.
+        parameters: those of the pages of this rank.
         dtype: of the places; None: the dtype of each parameter.
     """
 
@@ -242,6 +246,8 @@ class HostGradients:
         gradient = parameter.tensor.grad
         if gradient is None or gradient.layout != torch.strided:  # The step refuses it.
             return
+        if tensor is not None and gradient.requires_grad:
+            return  # A program computes with the graph of it until the step.
         own, place = local_tensor(gradient), self._places[parameter.name]
         if isinstance(own, HostGradient) or own.shape != place.shape or not own.numel():
             return

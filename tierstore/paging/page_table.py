@@ -203,10 +203,10 @@ class PageTable:
     def close(self) -> None:
         """Free all memory once nothing uses it."""
         try:
+            self.sources.close()
             if self._host_gradients is not None:
                 self._host_gradients.close()
             self._host_gradients = None
-            self.sources.close()
         finally:
             self.pager.close(self.pages)
 

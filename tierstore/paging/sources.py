@@ -60,13 +60,18 @@ class Places:
         """True if parameters are elsewhere than where pages are stepped."""
         return self.parameters.is_host != self.step.is_host
 
+    @property
+    def has_slabs(self) -> bool:
+        """True if something is copied to where pages are stepped."""
+        return self.moves_parameters or (self.offloads and not self.parameters.is_host)
+
     def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
         """Return the dtype of gradients in slabs, given the dtype of their parameters."""
         return self.gradient_dtype or parameter
 
     def slabs_bytes(self, layouts: Iterable[PageLayout], window: int) -> int:
         """Return the bytes of the slabs of some pages, as the function of this name."""
-        if not (self.moves_parameters or (self.offloads and not self.parameters.is_host)):
+        if not self.has_slabs:
             return 0
         return slabs_bytes(
             layouts,
@@ -163,7 +168,8 @@ class Moved(Source):
             for left in self._left.values():
                 places.gpu.follow(left.copy)
             self._copy = places.gpu.copy_up(sources, targets, slab)
-        self._back: Copy | None = None
+        self.back: Copy | None = None
+        """The copy of the parameters back."""
         self._is_given_back = False
 
     def _reserve(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -209,9 +215,9 @@ class Moved(Source):
                 page.source.values(page.parameters[name], chunk) for name, chunk in self._values
             ]
             if places.step.is_host:
-                self._back = places.gpu.copy_up(own, targets)
+                self.back = places.gpu.copy_up(own, targets)
             else:
-                self._back = places.gpu.copy_down(own, targets, self.slab)
+                self.back = places.gpu.copy_down(own, targets, self.slab)
         else:
             places.step.note_use(self.slab)
         self._is_given_back = True
@@ -220,13 +226,13 @@ class Moved(Source):
         """Return whether the slab may take another page."""
         if not self._is_given_back:
             return False
-        return not self._places.step.is_host or self._back is None or self._back.done()
+        return not self._places.step.is_host or self.back is None or self.back.done()
 
     def drain(self) -> None:
         """Block until no copy uses the slab, the parameters or the gradients."""
         self._copy.wait()
-        if self._back is not None:
-            self._back.wait()
+        if self.back is not None:
+            self.back.wait()
         elif not self._is_given_back:  # The step ended by an error.
             self._places.step.note_use(self.slab)
 
@@ -252,6 +258,7 @@ class Sources:
             self._free += [DeviceBuffer(pool.acquire().tensor) for _ in range(count)]
         else:
             self._free += [places.step.allocate(slab_bytes) for _ in range(count)]
+        self._last_back = Copy()  # Of slabs that were reused; copies of one direction are in order.
         self._behind: deque[Moved] = deque()  # Stepped, or their parameters may be in flight.
 
     def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
@@ -276,10 +283,12 @@ class Sources:
                 yield self._behind[-1]
         finally:
             self._behind.extend(ahead)
+            self.finish()  # Nobody may write parameters that a copy still writes.
 
     def finish(self) -> None:
         """Block until parameters on the host are whole, at the end of a sweep."""
         if self._places.parameters.is_host:
+            self._last_back.wait()
             for moved in self._behind:
                 moved.drain()
 
@@ -292,6 +301,9 @@ class Sources:
         self.nbytes = 0
 
     def _reclaim(self) -> None:
-        if not self._behind[0].is_free():
-            self._behind[0].drain()
-        self._free.append(self._behind.popleft().slab)
+        moved = self._behind[0]
+        if not moved.is_free():
+            moved.drain()
+        self._last_back = moved.back or self._last_back
+        self._free.append(moved.slab)
+        self._behind.popleft()
