@@ -118,10 +118,11 @@ class Pages:
     ) -> Iterator[SteppedPages]:
         """Step once over all pages: ``with store.pages.sweep() as pages: ...``.
 
-        Yields one page for each subgroup in which any rank has a gradient, in order; a page is
-        empty on a rank that owns nothing of the subgroup. The loop body updates ``master`` and
-        ``states`` of the chunks in place. The store then writes the parameters and the page, and
-        sends the parameters to their replicas. If a commit is due, it begins first.
+        Yields one page for each subgroup in which any rank has a gradient, on all ranks in one
+        order: group after group, but pages of elementwise rules are spread among the other pages.
+        A page is empty on a rank that owns nothing of the subgroup. The loop body updates
+        ``master`` and ``states`` of the chunks in place. The store then writes the parameters and
+        the page, and sends the parameters to their replicas. If a commit is due, it begins first.
 
         Args:
             window: number of pages that are stepped at once: a page stays valid until this
@@ -236,7 +237,7 @@ class Pages:
         session = self._session
         session.usability.require_restored()
         with self._states.only_reading():
-            session.pager.prefetch(session.table.pages)
+            session.pager.prefetch(page for page in session.table.swept if not page.is_empty)
 
     @property
     def ranks(self) -> Ranks | None:

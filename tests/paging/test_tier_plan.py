@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.toy import Spec, Toy
 from tierstore.errors import BudgetError
-from tierstore.paging.tier_plan import Budget, Placement, Tier, place, place_all
+from tierstore.paging.tier_plan import Budget, Placement, Tier, place, place_all, sweep_order
 from tierstore.units import SECTOR_BYTES, align_up
 
 SIZES = st.lists(st.integers(1, 40 * SECTOR_BYTES), min_size=1, max_size=30)
@@ -105,3 +109,36 @@ def test_all_pages_in_one_tier_or_an_error(sizes: list[int], memory: int) -> Non
                 place_all(sizes, budget, tier)
         else:
             assert set(place_all(sizes, budget, tier).tiers) == {tier}
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_both_kinds_of_pages_are_spread_over_the_sweep(elementwise: list[bool]) -> None:
+    order = sweep_order(elementwise)
+    for kind in (False, True):
+        own = [page for page in order if elementwise[page] is kind]
+        assert own == [page for page, found in enumerate(elementwise) if found is kind]
+        for passed in range(len(order) + 1):
+            steady = passed * len(own) / len(order) if order else 0
+            assert abs(sum(elementwise[page] is kind for page in order[:passed]) - steady) <= 1
+
+
+def test_a_sweep_steps_pages_of_both_kinds_in_turn(tmp_path: Path) -> None:
+    """A step without some gradients keeps the order, and so does a resumed run."""
+    momentum = {"momentum": torch.float32}
+    groups: list[list[Spec]] = [
+        [(f"matrix{n}", (32, 32), torch.float32, momentum, False) for n in range(4)],
+        *([(f"vector{n}", (512,), torch.float32, momentum, True)] for n in range(2)),
+    ]
+    names = ["matrix0", "vector0", "matrix1", "matrix2", "vector1", "matrix3"]
+    without = [name for name in names if name not in ("vector0", "matrix2")]
+    for step, present in ((1, names), (2, without), (3, names)):
+        toy = Toy(tmp_path, groups, page_bytes=8192, resume=step > 1)
+        if step > 1:
+            toy.store.restore()
+        for name in present:
+            toy.parameters[name].grad = torch.ones_like(toy.parameters[name])
+        with toy.store.pages.sweep() as pages:
+            assert [[shard.parameter.name for shard in page.shards] for page in pages] == [
+                [name] for name in present
+            ]
+        toy.store.close()

@@ -81,6 +81,11 @@ class SharedSubgroup:
     group: int
     shards: tuple[SharedShard, ...]
 
+    @property
+    def elementwise(self) -> bool:
+        """True if the rules of all parameters are elementwise."""
+        return all(shard.spec.elementwise for shard in self.shards)
+
     def of(self, rank: int) -> Subgroup:
         """Return the subgroup of a rank; its shards of some parameters may be empty."""
         shards = (

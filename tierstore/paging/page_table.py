@@ -34,6 +34,7 @@ from tierstore.paging.tier_plan import (
     pages_at_once,
     place,
     place_all,
+    sweep_order,
 )
 from tierstore.paging.views import Source
 from tierstore.ranks.peers import Ranks, together
@@ -104,6 +105,11 @@ class PageTable:
     def pages(self) -> list[Page]:
         """All pages of this rank that are not empty, in order."""
         return [page for page in self.all_pages if not page.is_empty]
+
+    @property
+    def swept(self) -> list[Page]:
+        """The pages of ``all_pages`` in the order of a sweep."""
+        return _swept(self.all_pages)
 
     @property
     def layouts(self) -> list[PageLayout]:
@@ -184,7 +190,7 @@ class PageTable:
             StorageError, CorruptionError: a page could not be read or written.
         """
         placement = together(
-            self.ranks, "plan a move", lambda: self._plan(self.pages, self.places, tier)
+            self.ranks, "plan a move", lambda: self._plan(self.all_pages, self.places, tier)
         )
         together(self.ranks, "move pages", lambda: self._move(placement))
         self._tier = tier
@@ -193,7 +199,7 @@ class PageTable:
     def ensure_placed(self) -> None:
         """Place the pages again if that was interrupted before."""
         if not self._is_placed:
-            self._place(self.pages, self._plan(self.pages, self.places, self._tier))
+            self._place(self.pages, self._plan(self.all_pages, self.places, self._tier))
 
     def offload_gradients(self) -> None:
         """Bring gradients to the host that leave the device during backward and are still there."""
@@ -242,7 +248,7 @@ class PageTable:
         if places.parameters.is_host and not places.step.is_host:
             for parameter in members.values():
                 require_page_locked(parameter)
-        placement = self._plan(pages, places, self._tier)
+        placement = self._plan([*self.all_pages, *new_pages], places, self._tier)
         self.places = places
         self.replication.device = places.gpu.device
         self._place(pages, placement)
@@ -276,25 +282,28 @@ class PageTable:
         limits = self.ranks.gather(self.pager.held_max)
         self.window_max = min([self._window, *(limit for limit in limits if limit is not None)])
 
-    def _plan(self, pages: Sequence[Page], places: Places, tier: Tier | None) -> Placement:
-        """Return the tier of each page: as the budget allows, or one tier for all pages.
+    def _plan(self, all_pages: Sequence[Page], places: Places, tier: Tier | None) -> Placement:
+        """Return the tier of each page that is not empty: as the budget allows, or one for all.
 
         Args:
-            pages: all pages, in order.
+            all_pages: all pages, in order; some may be empty.
             places: the devices of parameters and steps.
             tier: the tier of all pages; None: the budget decides.
 
         Raises:
             BudgetError: the budget is too small.
         """
+        pages = [page for page in all_pages if not page.is_empty]
         sizes = [page.layout.nbytes for page in pages]
         if not self.usability.has_directory:  # Without files there is no budget to keep to.
             default = Tier.HOST if places.step.is_host else Tier.DEVICE
             tiers = (tier or default,) * len(pages)
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
         budget = replace(self._budget, reserved=self._host_bytes(pages, places))
+        positions = {page: position for position, page in enumerate(pages)}
+        order = [positions[page] for page in _swept(all_pages) if not page.is_empty]
         try:
-            return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
+            return place(sizes, budget, order) if tier is None else place_all(sizes, budget, tier)
         except BudgetError as error:
             page_bytes = self._smaller_page_bytes(pages, budget, places)
             if page_bytes is None or tier in (Tier.DEVICE, Tier.HOST):
@@ -393,6 +402,12 @@ class PageTable:
                 self.usability.fail(error)
             raise
         self._is_placed = True
+
+
+def _swept(all_pages: Sequence[Page]) -> list[Page]:
+    """Return pages in the order of a sweep; empty ones count, so that ranks agree on it."""
+    order = sweep_order([page.shared.elementwise for page in all_pages])
+    return [all_pages[number] for number in order]
 
 
 def _check_groups(

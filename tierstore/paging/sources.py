@@ -30,7 +30,7 @@ from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Copy, Device, DeviceBuffer
 from tierstore.paging.host_gradients import LeftGradient, left_gradient
 from tierstore.paging.page import Page
-from tierstore.paging.tier_plan import MOVING_PAGES
+from tierstore.paging.tier_plan import MOVING_PAGES, MOVING_PAGES_OF_GPU
 from tierstore.paging.views import Source
 from tierstore.units import SECTOR_BYTES, align_up
 
@@ -75,15 +75,25 @@ class Places:
             return 0
         return slabs_bytes(
             layouts,
-            window,
+            slabs_count(window, on_gpu=not self.step.is_host),
             moves_parameters=self.moves_parameters,
             gradient_dtype=self.gradient_dtype,
         )
 
 
+def slabs_count(window: int, *, on_gpu: bool) -> int:
+    """Return the number of slabs.
+
+    Args:
+        window: most pages that are stepped at once.
+        on_gpu: whether a GPU steps pages.
+    """
+    return window + (MOVING_PAGES_OF_GPU if on_gpu else MOVING_PAGES)
+
+
 def slabs_bytes(
     layouts: Iterable[PageLayout],
-    window: int,
+    count: int,
     *,
     moves_parameters: bool,
     gradient_dtype: torch.dtype | None,
@@ -92,8 +102,8 @@ def slabs_bytes(
 
     Args:
         layouts: the layouts of the pages.
-        window: most pages that are stepped at once.
-        moves_parameters: whether slabs hold parameters, too.
+        count: number of slabs.
+        moves_parameters: whether slabs also hold parameters.
         gradient_dtype: of gradients; None: of each parameter.
     """
 
@@ -105,7 +115,7 @@ def slabs_bytes(
             nbytes += sum(align_up(chunk.numel * size, _ALIGNMENT) for size in sizes)
         return align_up(nbytes, SECTOR_BYTES)
 
-    return (window + MOVING_PAGES) * max(map(slab_bytes, layouts), default=0)
+    return count * max(map(slab_bytes, layouts), default=0)
 
 
 def require_page_locked(parameter: PagedParameter) -> None:
@@ -250,7 +260,7 @@ class Sources:
         self._places = places
         self.nbytes = nbytes
         """Bytes of all slabs."""
-        count = window + MOVING_PAGES if nbytes else 0
+        count = slabs_count(window, on_gpu=not places.step.is_host) if nbytes else 0
         slab_bytes = nbytes // max(count, 1)
         self._free: deque[DeviceBuffer] = deque()
         if places.step.is_host:

@@ -74,10 +74,11 @@ class Sweep:
         self._free_gradients = free_gradients
         self._present = present
         self._window = window
-        self._stepped = [page for page in table.all_pages if self._has_gradient(page)]
+        swept = table.swept
+        self._stepped = [page for page in swept if self._has_gradient(page)]
         # Pages that are only to be written come last: a stepped page stays valid while the next
         # pages of a window are asked for, and all ranks replicate subgroups at the same time.
-        others = (page for page in table.all_pages if not self._has_gradient(page))
+        others = (page for page in swept if not self._has_gradient(page))
         changed = [page for page in others if page.content is Content.FRESH or page.was_edited]
         self._pages = [*self._stepped, *changed]
         self._last_uses = {name: page for page in self._pages for name in page.parameters}

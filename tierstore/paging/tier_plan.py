@@ -1,11 +1,12 @@
 """The tier plan: the tier of each page between two steps, and the pool of buffers.
 
-Pages are stepped in one known order, so the plan is made once, from the sizes of the pages.
+Pages are stepped in one known order, so the plan is made once, from order and sizes of the pages.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -26,8 +27,10 @@ STREAM_BYTES = 2**28
 # computed, and the updates of a third are scattered, all at once.
 WINDOW_MAX = 3
 
-# Besides the pages that are stepped, one page is copied to the device and one from it.
+# Besides the pages that are stepped, one page moves to where they are stepped, and one back. To a
+# GPU one more is on its way: a page may take longer to copy than to step.
 MOVING_PAGES = 2
+MOVING_PAGES_OF_GPU = 3
 
 # Larger pages do not make a disk faster.
 PAGE_BYTES_MAX = 2**28
@@ -149,7 +152,7 @@ class Placement:
         """
         pages = zip(sizes, self.tiers, strict=True)
         elsewhere = [size for size, tier in pages if tier is not Tier.DEVICE]
-        return min(window + MOVING_PAGES, len(elsewhere)), max(elsewhere, default=0)
+        return min(window + MOVING_PAGES_OF_GPU, len(elsewhere)), max(elsewhere, default=0)
 
 
 def pages_at_once(world_size: int) -> int:
@@ -157,32 +160,54 @@ def pages_at_once(world_size: int) -> int:
     return 1 if world_size == 1 else WINDOW_MAX
 
 
-def place(sizes: Sequence[int], budget: Budget) -> Placement:
+def sweep_order(elementwise: Sequence[bool]) -> list[int]:
+    """Return the order in which pages are stepped, which is the same on all ranks.
+
+    On a GPU a page of elementwise rules takes longer to copy than to step, and a page of matrices
+    longer to step. Each kind is therefore spread evenly over the sweep, so that the copies of one
+    kind pass beside the computation of the other kind. Pages of one kind keep their order.
+    An example: for four pages of matrices and two of elementwise rules behind them, the order is
+    [0, 4, 1, 2, 5, 3].
+
+    Args:
+        elementwise: for each page of all ranks whether all its rules are elementwise.
+    """
+    counts, seen = Counter(elementwise), Counter[bool]()
+    middles = []
+    for kind in elementwise:
+        # The middle of the page's part of the sweep, (2 n + 1) / (2 count), with one denominator.
+        middles.append((2 * seen[kind] + 1) * counts[not kind])
+        seen[kind] += 1
+    return sorted(range(len(middles)), key=middles.__getitem__)
+
+
+def place(sizes: Sequence[int], budget: Budget, order: Sequence[int] | None = None) -> Placement:
     """Keep as many pages in memory as fit, spread over the sweep; stream the others.
 
     With an explicit buffer count, host memory holds buffers only.
 
     Args:
-        sizes: bytes of each page, in the order of the sweep.
+        sizes: bytes of each page.
         budget: the memory that may be used.
+        order: numbers of the pages in the order of the sweep; None: their own order.
 
     Raises:
         BudgetError: the host memory cannot hold the fewest buffers that work; the message
             names the smallest budget that does.
     """
-    pages = range(len(sizes))
+    order = range(len(sizes)) if order is None else order
     aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
     tiers = [Tier.NVME] * len(sizes)
-    for page in _choose_evenly(pages, aligned, budget.device_memory):
+    for page in _choose_evenly(order, aligned, budget.device_memory):
         tiers[page] = Tier.DEVICE
     # Pages of tier DEVICE also go to their files through the pool.
     buffer_bytes = max(aligned, default=SECTOR_BYTES)
     if budget.buffers is None:
-        resting = [page for page in pages if tiers[page] is not Tier.DEVICE]
+        resting = [page for page in order if tiers[page] is not Tier.DEVICE]
         through_pool = 0
         if sum(aligned[page] for page in resting) > budget.for_pages:
             through_pool = _stream_buffers(buffer_bytes, len(resting), budget) * buffer_bytes
-        elif len(resting) < len(pages):
+        elif len(resting) < len(sizes):
             through_pool = BUFFERS_MIN * buffer_bytes
         for page in _choose_evenly(resting, aligned, budget.for_pages - through_pool):
             tiers[page] = Tier.HOST
@@ -228,8 +253,9 @@ def _choose_evenly(pages: Sequence[int], sizes: Sequence[int], budget: int) -> l
             chosen.append(page)
             credit -= sizes[page]
             left -= sizes[page]
-    for page in sorted(set(pages) - set(chosen)):  # What rounding left out.
-        if sizes[page] <= left:
+    taken = set(chosen)
+    for page in pages:  # What rounding left out.
+        if page not in taken and sizes[page] <= left:
             chosen.append(page)
             left -= sizes[page]
     return chosen

@@ -97,12 +97,12 @@ def test_as_many_pages_hide_behind_the_model_as_there_are_buffers(buffers: int) 
 def test_groups_of_pages_follow_each_other() -> None:
     """Computation of one group hides of the next group what the buffers hold."""
     slow = [replace(PAGE, compute_s=1.0)] * 10
-    fast = [replace(PAGE, group=1, compute_s=0.0)] * 20
+    fast = [replace(PAGE, phase=1, compute_s=0.0)] * 20
     step = alone([*slow, *fast], buffers=4)
     # 3 pages of the second group are read early, and 4 are written in the next step.
     assert step.seconds == pytest.approx(10 * 1.0 + 20 * 0.3 - 3 * 0.1 - 4 * 0.2, abs=0.2)
     mixed = [
-        replace(one, group=0) for pair in zip(slow, fast, fast[10:], strict=False) for one in pair
+        replace(one, phase=0) for pair in zip(slow, fast, fast[10:], strict=False) for one in pair
     ]
     assert alone(mixed, buffers=4).seconds == pytest.approx(10 * 1.0, rel=0.05)
 
@@ -143,7 +143,7 @@ def test_a_commit_adds_parameters() -> None:
 SECONDS = st.floats(0, 2)
 WORK = st.builds(
     PageWork,
-    group=st.just(0),
+    phase=st.just(0),
     read_bytes=st.integers(0, 100 * MB),
     write_bytes=st.integers(1, 100 * MB),
     compute_s=SECONDS,
@@ -155,7 +155,7 @@ WORK = st.builds(
     spread_s=SECONDS,
 ) | st.builds(
     PageWork,
-    group=st.just(1),
+    phase=st.just(1),
     read_bytes=st.just(0),
     write_bytes=st.integers(1, 100 * MB),
     compute_s=SECONDS,

@@ -91,10 +91,10 @@ def test_memory_is_worked_out_part_by_part() -> None:
     numel = 8 * 1024 * 1024
     assert by_place["GPU"].parts["parameters"] == 2 * numel
     assert by_place["GPU"].parts["gradients"] == 2 * numel
-    # A page of 6 MiB and framing: stepped at most one at once, and two more are on their way.
+    # A page of 6 MiB and framing: stepped at most one at once, and three are on their way.
     page = found.ranks.classes[0].footprint.layouts[0].nbytes
     assert 6 * 2**20 < page < 6 * 2**20 + 2**14
-    assert by_place["GPU"].parts["pages on the device"] == 3 * page
+    assert by_place["GPU"].parts["pages on the device"] == 4 * page
     # The matrix that is given, those before and after a step, and two square products.
     assert by_place["GPU"].parts["matrices of the optimizer"] == 5 * 2 * 1024**2
     assert by_place["host"].parts == {"buffers of pages": 4 * page}
@@ -133,7 +133,7 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
 @pytest.mark.parametrize(
     ("fields", "remedy"),
     [
-        ({"gpu_memory": 50 * 10**6, "gpus": 1}, "4 nodes instead of 1"),
+        ({"gpu_memory": 60 * 10**6, "gpus": 1}, "4 nodes instead of 1"),
         ({"host_memory": 20 * 10**6, "gpus": 1}, "host_memory='16.0 MiB' for each store"),
         ({"drives": "1x120MB@7/5GB/s,1DWPD", "checkpoints": 1}, "0 published checkpoints"),
         ({"drives": "1x60MB@7/5GB/s,1DWPD", "checkpoints": 0}, "2 drives in each node"),
@@ -153,7 +153,7 @@ def test_the_nearest_change_that_fits(fields: dict[str, Any], remedy: str | None
 
 
 def test_no_remedy_has_more_ranks_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = {"gpu_memory": 50 * 10**6, "gpus": 1, "store": StoreOptions(host_memory=2**25)}
+    limited = {"gpu_memory": 60 * 10**6, "gpus": 1, "store": StoreOptions(host_memory=2**25)}
     assert planned(**limited).remedy == "4 nodes instead of 1"
     monkeypatch.setattr("tierstore.tools.plan.job.RANKS_MAX", 3)
     assert planned(**limited).remedy is None
@@ -281,7 +281,7 @@ def test_8b_on_a_gpu_of_24_gb(algorithm: str) -> None:
         largest,
     )
     assert leave["host"].parts["copies of gradients and parameters"] == parameters
-    # Slabs with the gradients of three pages.
+    # Slabs with the gradients of four pages.
     assert leave["GPU"].parts["pages on the device"] > stay["GPU"].parts["pages on the device"]
 
 

@@ -18,7 +18,7 @@ from tierstore.layout.ownership import (
     partition_ranks,
 )
 from tierstore.layout.page_layout import PageLayout, lay_out
-from tierstore.paging.sources import slabs_bytes
+from tierstore.paging.sources import slabs_bytes, slabs_count
 from tierstore.paging.tier_plan import (
     Budget,
     Placement,
@@ -28,6 +28,7 @@ from tierstore.paging.tier_plan import (
     pages_at_once,
     place,
     step_device,
+    sweep_order,
 )
 
 
@@ -153,7 +154,7 @@ def subgroups_of(
     subgroups: list[SharedSubgroup] = []
     for number, parameters in enumerate(groups):
         subgroups += partition_ranks(number, parameters, page_bytes, world_size, loads)
-    return subgroups
+    return [subgroups[number] for number in sweep_order([one.elementwise for one in subgroups])]
 
 
 def footprint_of(
@@ -184,7 +185,12 @@ def footprint_of(
     offloads = on_gpu and options.offload_gradients is not None
     slabs = gradients = 0
     if moves_parameters or offloads:
-        slabs = slabs_bytes(layouts, window, moves_parameters=moves_parameters, gradient_dtype=None)
+        slabs = slabs_bytes(
+            layouts,
+            slabs_count(window, on_gpu=not moves_parameters),
+            moves_parameters=moves_parameters,
+            gradient_dtype=None,
+        )
     if offloads:
         gradients = sum(
             chunk.numel * records[MASTER].parameter.dtype.itemsize

@@ -3,8 +3,8 @@
 Pages pass through lanes in turn: read, check, copy to the GPU, gather, compute, scatter, spread,
 copy back, seal, write. The lanes work at the same time on different pages, so a sweep takes as long
 as the slowest lane needs for all pages, and one page of each other lane to fill and to empty the
-pipeline. Groups of pages follow each other, since buffers let the drives run only a few pages ahead
-of the computation or behind it. A commit adds what is not durable when the next step wants to
+pipeline. Phases follow each other, since buffers let the drives run only a few pages ahead of the
+computation or behind it. A commit adds what is not durable when the next step wants to
 write.
 """
 
@@ -37,8 +37,8 @@ class PageWork:
     """Bytes written if the page is written."""
     compute_s: float
     """Seconds of the GPU, or of the thread of a rank that computes on the CPU."""
-    group: int = 0
-    """Number of the param group; pages of a group cost about the same."""
+    phase: int = 0
+    """Pages of a phase follow each other, and equal pages are spread evenly over it."""
     check_s: float = 0.0
     """Seconds of one thread to check what was read."""
     seal_s: float = 0.0
@@ -233,7 +233,7 @@ class _Rank:
         self._rules = rules
         pages = list(zip(work.pages, met, strict=True))
         self._phases = [
-            self._sums(list(members)) for _, members in groupby(pages, lambda pair: pair[0].group)
+            self._sums(list(members)) for _, members in groupby(pages, lambda pair: pair[0].phase)
         ]
         self._all = self._sums(pages)
         self._first_s = self._first_read_s(work.pages)
@@ -302,7 +302,7 @@ class _Rank:
         return max(slowest, sums.copy_out, sums.check / threads, sums.seal / threads)
 
     def _sweep_s(self, model_s: float, *, commits: bool, to_end: bool = False) -> float:
-        """Return the seconds of all groups of pages, the one after the other.
+        """Return the seconds of all phases, the one after the other.
 
         In a step that commits, pages that rest in memory are written before those behind them.
 
@@ -372,7 +372,7 @@ class _Rank:
             + sums.add
             + last_s
         )
-        # The drives begin with a group when the thread does. Before the next step writes, they also
+        # The drives begin with a phase when the thread does. Before the next step writes, they also
         # fill the buffers for it.
         moved_s = begun_s = 0.0
         for number, phase in enumerate(self._phases):

@@ -162,10 +162,26 @@ def _window(ranks: Ranks) -> int:
     return min(held)
 
 
+def _phases(subgroups: Sequence[SharedSubgroup]) -> list[int]:
+    """Return for each page the group of the pages around it.
+
+    Pages of elementwise rules are spread among the other pages, group after group.
+    """
+    others = [one.group for one in subgroups if not one.elementwise]
+    if not others:
+        return [one.group for one in subgroups]
+    phase, phases = others[0], []
+    for one in subgroups:
+        phase = phase if one.elementwise else one.group
+        phases.append(phase)
+    return phases
+
+
 def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> RankWork:
     """Return the pages of a rank, and its share of the disks of its node."""
     footprint = one.footprint
     tiers = iter(footprint.placement.tiers)
+    phases = _phases(ranks.subgroups)
     pages = []
     for number, layout in enumerate(footprint.layouts):
         works, sent, received = one.works[number]
@@ -182,7 +198,7 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         sends_s = 0.0 if ranks.job.on_gpu else 2 * exchange_s + spread_s
         pages.append(
             PageWork(
-                group=ranks.subgroups[number].group,
+                phase=phases[number],
                 read_bytes=read_bytes,
                 write_bytes=written_bytes,
                 compute_s=rates.seconds(works, ranks.optimizer) + sends_s,
