@@ -1,10 +1,10 @@
 """Time of Newton-Schulz: beside the products that it is made of, and in a step.
 
-Three take turns on the same matrix: the 15 products of five iterations with nothing between them;
-the iteration as it is usually written, which is what muon computes for smaller matrices; and what
-muon computes. Operations are counted nominally, as 20 r^2 c + 10 r^3 for
-r rows and c columns, r <= c, also where fewer are done. The distance of each result to that in
-float64 shows the error of the shorter computation.
+Four take turns on the same matrix: the 15 products of five iterations with nothing between them;
+the iteration as it is usually written, which is what muon computes for smaller matrices; what muon
+computes; and what it computes with ns_method="gram". Operations are counted nominally, as
+20 r^2 c + 10 r^3 for r rows and c columns, r <= c, also where fewer are done. The distance of each
+result to the result in float64 shows the error of the shorter computations.
 
 Then each shape of a model of 1.2B parameters is stepped by torch.optim.Muon and by muon.Muon in
 turns. The sums weigh each shape by its number of matrices.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -73,9 +74,12 @@ class Row:
     ours_of_products: tuple[float, ...]
     ratio: tuple[float, ...]
     """Time of ours over that of the usual iteration."""
+    gram_ratio: tuple[float, ...]
+    """Time of ours with ns_method="gram" over that of the usual iteration."""
     usual_error: float
     """Distance to the result in float64, over the norm of that result."""
     ours_error: float
+    gram_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +136,9 @@ def measure(shape: _Shape, dtype: torch.dtype, rounds: int, device: torch.device
     def error(update: torch.Tensor) -> float:
         return float((update.double() - exact).norm() / exact.norm())
 
-    usual_error, ours_error = error(usual(matrix)), error(muon.orthogonalize_(matrix.clone()))
-    functions = (products, usual, muon.orthogonalize_)
+    gram = partial(muon.orthogonalize_, method="gram")
+    functions = (products, usual, muon.orthogonalize_, gram)
+    usual_error, ours_error, gram_error = (error(each(matrix.clone())) for each in functions[1:])
     for each in functions:  # The first product of a dtype loads the kernels of a GPU.
         seconds(each, matrix)
     turns: list[dict[Callable[..., object], float]] = []
@@ -150,8 +155,10 @@ def measure(shape: _Shape, dtype: torch.dtype, rounds: int, device: torch.device
         usual_of_products=ratios(products, usual),
         ours_of_products=ratios(products, muon.orthogonalize_),
         ratio=ratios(muon.orthogonalize_, usual),
+        gram_ratio=ratios(gram, usual),
         usual_error=usual_error,
         ours_error=ours_error,
+        gram_error=gram_error,
     )
 
 
@@ -209,7 +216,8 @@ def report(rows: list[Row]) -> Table:
         table.add_column(heading)
     for heading in ("products, Gop/s", "usual, of it", "ours, of it", "ours, of usual time"):
         table.add_column(heading, justify="right")
-    table.add_column("errors: usual, ours", justify="right")
+    table.add_column("gram, of usual time", justify="right")
+    table.add_column("errors: usual, ours, gram", justify="right")
     for row in rows:
         table.add_row(
             f"{row.shape[0]} x {row.shape[1]}",
@@ -218,7 +226,8 @@ def report(rows: list[Row]) -> Table:
             ratio_text(row.usual_of_products),
             ratio_text(row.ours_of_products),
             ratio_text(row.ratio),
-            f"{row.usual_error:.1e}, {row.ours_error:.1e}",
+            ratio_text(row.gram_ratio),
+            f"{row.usual_error:.1e}, {row.ours_error:.1e}, {row.gram_error:.1e}",
         )
     return table
 
@@ -257,7 +266,7 @@ def main(
     ]
     steps = [step for step, _ in measured]
     total = weighted(plan.model, [turns for _, turns in measured])
-    console = Console(width=150)
+    console = Console(width=170)
     console.print(report(rows))
     console.print(step_report(steps, total))
     write_report(

@@ -289,7 +289,14 @@ _TABLE = (
     _muon(
         *("ns_norm", None),
         f'`"scaled"`: [norms]({_GUIDE}/muon.md#norms) whose squares neither overflow nor vanish',
-        one_of=(None, "scaled"),
+        one_of=newton_schulz.NORMS,
+    ),
+    _muon(
+        *("ns_method", None),
+        f'`"gram"`: iterate [on X X^T]({_GUIDE}/muon.md#newton-schulz-on-x-xt), for a GPU; rounds '
+        "differently",
+        one_of=newton_schulz.METHODS,
+        is_planned=True,
     ),
     _muon(
         *("momentum_dtype", None),

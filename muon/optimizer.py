@@ -94,6 +94,9 @@ class Muon(torch.optim.Optimizer):
             that gradients times a power of two give the same update bit for bit, also if their
             squares would overflow or vanish, and ``eps`` does not matter. None: as
             ``torch.optim.Muon``.
+        ns_method: "gram": large matrices that are twice as long as wide, or more, are iterated on
+            X X^T, with fewer operations that round differently. Meant for a GPU. None: so only on
+            a CPU; see ``muon.orthogonalize_``.
         cautious_wd: decay only the elements of a parameter that the update does not move away from
             zero (https://arxiv.org/abs/2510.12402). An AdamW group has a key of its own for it.
         hooks: called around the update of each matrix; see ``muon.UpdateHook``.
@@ -135,6 +138,7 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype | str = DEFAULTS["ns_dtype"],
         ns_batched: bool = DEFAULTS["ns_batched"],
         ns_norm: str | None = DEFAULTS["ns_norm"],
+        ns_method: str | None = DEFAULTS["ns_method"],
         cautious_wd: bool = DEFAULTS["cautious_wd"],
         hooks: Sequence[UpdateHook] = (),
         qk_clip: QKClip | None = None,

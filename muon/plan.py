@@ -180,7 +180,10 @@ class PlannedMuon:
                 orthogonalized = _newton_schulz(owned, group)
                 counts += orthogonalized
                 for _, (count, *shape), _ in orthogonalized:
-                    numel = newton_schulz.numel_needed(shape, count, on_gpu=self._on_gpu)
+                    method = group["ns_method"]
+                    numel = newton_schulz.numel_needed(
+                        shape, count, on_gpu=self._on_gpu, method=method
+                    )
                     largest = max(largest, itemsize * numel)
                 sent, received = _exchanged(rounds, rank)
                 found[position].append((counts, itemsize * sent, itemsize * received))

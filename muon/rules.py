@@ -180,6 +180,7 @@ def orthogonalize(
             steps=group["ns_steps"],
             eps=group["eps"],
             norm=group["ns_norm"],
+            method=group["ns_method"],
         )
     if normuon.is_used(group):
         for update, of_rows in zip(updates, averages, strict=True):

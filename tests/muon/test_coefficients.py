@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import muon
 import tierstore
+from muon import newton_schulz
 from muon.coefficients import TABLES, of_steps, steps_min
+from tests.support.kernel import peak_of
 
 STEPS = {name: max(5, len(table)) for name, table in TABLES.items()}
 
@@ -139,6 +142,58 @@ def test_large_matrices_on_a_cpu(name: str, shape: tuple[int, int]) -> None:
     plain = muon.orthogonalize_(matrix[None].clone(), coefficients=name, steps=steps)[0]
     error, of_plain = ((found.double() - exact).norm() for found in (update, plain))
     assert error <= 2 * of_plain
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_long_matrices_on_their_gram(name: str, dtype: torch.dtype) -> None:
+    """Fewer operations: about as far from float64 as the plain iteration."""
+    steps = STEPS[name]
+    matrix = torch.randn(512, 1792, generator=generator()).to(dtype)
+    exact = reference(matrix, of_steps(name, steps))
+    errors = {}
+    for method in (None, "gram"):
+        # A batch of one has the plain iteration.
+        given = matrix.clone() if method else matrix[None].clone()
+        found = muon.orthogonalize_(given, coefficients=name, steps=steps, method=method)
+        errors[method] = float((found.reshape(matrix.shape).double() - exact).norm())
+    assert errors["gram"] <= 2.5 * errors[None]
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"), [((512, 1024), 22 / 25), ((4096, 14336), 0.7), ((2048, 512), 0.66)]
+)
+def test_the_gram_takes_fewer_operations_and_no_reading(
+    shape: tuple[int, int], share: float
+) -> None:
+    """Tensors on the meta device have shapes only, and cannot be read."""
+    counts = {}
+    for method in (None, "gram"):
+        with FlopCounterMode(display=False) as counter:
+            update = muon.orthogonalize_(torch.empty(shape, device="meta"), method=method)
+        assert update.shape == shape
+        counts[method] = counter.get_total_flops()
+    assert counts[None] == newton_schulz.flops(shape)
+    assert counts["gram"] == pytest.approx(share * counts[None], rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(511, 2048), (1024, 2040)])
+def test_other_matrices_have_one_method(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=generator())
+    both = [muon.orthogonalize_(matrix.clone(), method=method) for method in (None, "gram")]
+    assert torch.equal(*both)
+
+
+def test_the_memory_of_the_gram() -> None:
+    shape = 512, 2048
+
+    def orthogonalize() -> None:
+        muon.orthogonalize_(torch.full(shape, 0.5), method="gram")
+
+    orthogonalize()
+    needed = 4 * newton_schulz.numel_needed(shape, 1, on_gpu=True, method="gram")
+    assert peak_of(orthogonalize) == pytest.approx(needed, rel=0.02)
 
 
 def test_a_table_of_own() -> None:

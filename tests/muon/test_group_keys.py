@@ -244,7 +244,7 @@ COMMON_KEYS = ["algorithm", "lr", "weight_decay", "eps"]
             [
                 *COMMON_KEYS,
                 *("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
-                *("ns_dtype", "ns_batched", "ns_norm", "momentum_dtype"),
+                *("ns_dtype", "ns_batched", "ns_norm", "ns_method", "momentum_dtype"),
             ],
         ),
     ],

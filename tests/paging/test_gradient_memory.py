@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.fake_cuda import fake_cuda
+from tests.support.kernel import peak_of
 from tierstore.paging import buffers, host_gradients, page_table
 from tierstore.paging.device import Device
 
@@ -51,17 +50,6 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_table, "open_device", lambda device: Gpu())
     monkeypatch.setattr(buffers, "_lock_pages", lambda *args: None)
     monkeypatch.setattr(host_gradients, "LEAVING_BYTES_MAX", 2 * MATRIX)
-
-
-def peak_of(action: Callable[[], object]) -> int:
-    """Return the most bytes of torch's allocator that an action has more than there were before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        action()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -1,9 +1,13 @@
-"""Counters of the kernel for this process: bytes read and written, anonymous memory."""
+"""Counters of this process: bytes read and written, anonymous memory, torch's allocator."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 
 def disk_bytes() -> tuple[int, int]:
@@ -23,3 +27,14 @@ def anonymous_peak() -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii")
     kib = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
     return (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]) * 1024
+
+
+def peak_of(action: Callable[[], object]) -> int:
+    """Return the most bytes of torch's allocator that an action has more than there were before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        action()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
