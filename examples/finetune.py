@@ -54,12 +54,12 @@ class Size:
 #                                     24     48     80
 #   parameters, bfloat16            15.0   15.0   15.0
 #   gradients                        2.0   15.0   15.0   if they leave: the largest, and its sum
-#   pages that rest on the GPU         0      0   24.0
+#   pages on the GPU                 1.8    1.3   25.2   24.0 rest there; the others are copied
 #   inputs of layers                 1.0    2.0    4.0   256 KiB for each token of a micro-batch
 #   one layer, computed again        1.6    3.2    6.4   400 KiB for each of these tokens
-#   in backward                     19.6   35.2   64.4
-#   in the output layer             18.5   34.5   60.5   1.5 of logits, 1.0 of its new gradient
-#   in a step of Muon               17.6   31.3   55.2   a step of AdamW takes less
+#   in backward                     21.4   36.5   65.6
+#   in the output layer             20.3   35.8   61.7   1.5 of logits, 1.0 of its new gradient
+#   in a step of Muon               18.1   31.6   55.5   a step of AdamW takes less
 #
 # The rest is for fragments, for CUDA, and for cards that have less than their name says.
 SIZES = {
