@@ -13,6 +13,7 @@ from torch import nn
 from tierstore.compiling import not_compiled
 from tierstore.layout.dtensors import describe_placement, local_tensor
 from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_name
+from tierstore.paging.buffers import BufferPool
 from tierstore.paging.views import ChunkView
 from tierstore.run.registered import CommittedStep
 from tierstore.store import TierStore
@@ -73,8 +74,10 @@ class AveragedModel:
         # What commits keep with the averages: the step of the run that they are of.
         self._kept = kept = {"step": 0, "every": every}
         store.register(averages=kept)
-        # During an update: the weights that are averaged, as gradients.
+        # During an update: the weights that are averaged, as gradients; of weights on another
+        # device a tensor of zeros that takes no memory stands for them.
         self._now = now = dict[str, torch.Tensor]()
+        self._pool: BufferPool | None = None  # Of one buffer, for weights on a GPU.
         parameters = [
             PagedParameter(
                 name=name,
@@ -92,7 +95,8 @@ class AveragedModel:
         """Take the weights into the averages, if that is due. Call it after each step.
 
         Call it before the step is committed, so that no commit of the run is ahead of the averages.
-        Returns when they are durable. Weights on another device are copied, all at once.
+        Returns when they are durable. Weights on another device are copied with each page, from a
+        GPU through page-locked memory of the largest piece of a parameter.
 
         Args:
             step: the number of steps of the run, as ``optimizer.store.step``.
@@ -131,12 +135,16 @@ class AveragedModel:
         begins = self.store.step == 0
         try:
             for name, average in self._averages.items():
-                self._now[name] = self._weights[name].detach().to(average.device)
+                weight = self._weights[name].detach()
+                if weight.device != average.device:
+                    weight = average.new_zeros((), dtype=weight.dtype).expand(average.shape)
+                self._now[name] = weight
             with self.store.pages.sweep() as pages:
                 for page in pages:
                     for shard in page.shards:
+                        weight = self._weights[shard.parameter.name].detach()
                         for chunk in shard.chunks:
-                            self._average(chunk, begins=begins)
+                            self._average(chunk, weight, begins=begins)
                 self._kept["step"] = step
         finally:
             self._now.clear()
@@ -147,12 +155,26 @@ class AveragedModel:
         for name, buffer in _buffers(self.module).items():
             buffer.copy_(buffers[name])
 
-    def _average(self, chunk: ChunkView, *, begins: bool) -> None:
-        assert chunk.grad is not None
+    def _average(self, chunk: ChunkView, weight: torch.Tensor, *, begins: bool) -> None:
+        now = chunk.grad
+        assert now is not None
+        if weight.device != now.device:
+            now = self._brought(chunk.chunk.select(weight), now.device)
         if begins:
-            chunk.master.copy_(chunk.grad)
+            chunk.master.copy_(now)
         else:
-            chunk.master.lerp_(chunk.grad.to(chunk.master.dtype), 1 - self._decay)
+            chunk.master.lerp_(now.to(chunk.master.dtype), 1 - self._decay)
+
+    def _brought(self, piece: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a piece of a weight on a device, valid until the next call."""
+        if device.type != "cpu":
+            return piece.to(device)
+        if self._pool is None or self._pool.buffer_bytes < piece.nbytes:
+            self._pool = None  # Freed before there is more.
+            self._pool = BufferPool(1, piece.nbytes, page_locked=piece.device)
+            self._staging = self._pool.acquire().tensor
+        staging = self._staging[: piece.nbytes].view(piece.dtype)
+        return staging.view(piece.shape).copy_(piece)
 
     def restore(
         self,

@@ -19,7 +19,9 @@ import muon
 import tierstore
 from tests.support import killed_processes
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.kernel import peak_of
 from tests.support.killed_processes import KillAt
+from tierstore.paging import buffers
 from tierstore.storage.memory import MemoryStorage
 from tierstore.storage.select import open_storage
 
@@ -80,6 +82,46 @@ def test_the_averages_are_those_of_torch(
                 assert store.committed.step == store.step == step // every
             else:
                 assert (store.stats().bytes_read, store.stats().bytes_written) == moved
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda", 0)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_a_gpu_come_in_pieces_through_page_locked_memory(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    locked = []
+    monkeypatch.setattr(
+        buffers, "_lock_pages", lambda arena, address, nbytes, device: locked.append(device)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(32))).to(dtype)
+    averaged_module, reference = copy.deepcopy(model), reference_of(model)
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(OnGpu))
+    with tierstore.TierStore(tmp_path, page_bytes=65536, buffers=2) as store:
+        averaged = tierstore.AveragedModel(model, averaged_module, store, decay=DECAY)
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                for layer in model:
+                    layer.weight.add_(step)
+            peak = peak_of(lambda step=step: averaged.update(step))  # type: ignore[misc]
+            # Temporaries of a page in float32, and never all weights.
+            assert peak < 4 * 65536 < sum(layer.weight.nbytes for layer in model)
+            on_host = copy.deepcopy(averaged_module)
+            for mine, layer in zip(on_host.parameters(), model, strict=True):
+                mine.data = layer.weight.detach().as_subclass(torch.Tensor)
+            reference.update_parameters(on_host.to(wide(dtype)))
+            assert_averages(averaged, reference.module)
+    assert set(locked) == {torch.device("cuda", 0)}
 
 
 def test_a_model_of_which_a_part_is_trained(tmp_path: Path) -> None:
