@@ -11,6 +11,7 @@ from torch import nn
 
 import tierstore
 from muon import newton_schulz
+from muon.kernels.rules import problem_of_kernels
 from muon.keys import KEYS, from_text
 from muon.matrices import declared
 from muon.optimizer import Muon
@@ -68,6 +69,10 @@ class MuonPlan:
     def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
         """Measure what Muon computes on a device; see ``muon.rates.rates``."""
         return rates(device)
+
+    def problem(self, device: torch.device) -> str | None:
+        """Return why steps on a device take more passes over memory, or None."""
+        return problem_of_kernels(device)
 
     def operations(self, work: Work) -> tuple[float, float]:
         """Return floating-point operations and bytes of memory; see ``muon.rates.operations``."""

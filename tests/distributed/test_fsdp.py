@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         ("fp32", {"step_on": "cpu", "free_gradients": True}),
         ("bf16", {}),
         ("offloaded", {"free_gradients": True}),
+        ("offloaded", {"step_on": "cuda"}),
         ("kept", {}),
     ],
 )
@@ -50,7 +52,21 @@ def test_gradients_that_leave_during_backward(
 ) -> None:
     """FSDP2, and HSDP, whose two replicas own half of the states."""
     program = "tests.rank_programs.fsdp:leaving"
-    pool.run(math.prod(shape), program, shape, settings, backwards, max_norm, tmp_path)
+    found = pool.run(math.prod(shape), program, shape, settings, backwards, max_norm, tmp_path)
+    assert found == [[]] * math.prod(shape)
+
+
+@pytest.mark.parametrize("settings", ["fp32", "bf16"])
+def test_gradients_that_are_reduced_in_the_last_backward(
+    settings: str, pool: RankPool, tmp_path: Path
+) -> None:
+    """They leave then, and until then whole ones are on the GPU: a warning in each store."""
+    program = partial(pool.run, 2, "tests.rank_programs.fsdp:leaving", (2,), settings)
+    assert [len(found) for found in program(3, 0.5, tmp_path, False)] == [2, 2]
+
+
+def test_gradients_that_leave_are_summed_up_in_their_dtype(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, "tests.rank_programs.fsdp:summed", tmp_path)
 
 
 def test_one_copy_of_a_gradient_is_waited_for(pool: RankPool, tmp_path: Path) -> None:

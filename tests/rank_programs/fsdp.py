@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -140,11 +141,19 @@ def train(settings: str, directory: Path, store: Mapping[str, Any]) -> None:
     dtype = SETTINGS[settings].get("dtype", torch.float32)
     reference = Reference(model, dtype)
     steps = iter(range(1, 7))
+    on_host = store.get("step_on") == "cuda"
     for resume in (False, True):
-        with (
-            fake_cuda() if "step_on" in store else contextlib.nullcontext(),
-            tierstore.TierStore(directory, resume=resume, **STREAMED, **store) as opened,
-        ):
+        with contextlib.ExitStack() as stack:
+            if on_host:  # Matrices are exchanged on the device, which is plain memory here.
+                cuda = stack.enter_context(fake_cuda(parameters="cpu"))
+                here = mock.patch("muon.pipeline.compute_device", return_value=torch.device("cpu"))
+                stack.enter_context(here)
+                # CPUOffloadPolicy(pin_memory=True) needs a GPU for this.
+                cuda.lock(*map(local_tensor, model.parameters()))
+            elif "step_on" in store:
+                stack.enter_context(fake_cuda())
+            opened = tierstore.TierStore(directory, resume=resume, **STREAMED, **store)
+            stack.enter_context(opened)
             optimizer = optimizer_of(model, opened)
             if resume:
                 for parameter in model.parameters():
@@ -159,6 +168,10 @@ def train(settings: str, directory: Path, store: Mapping[str, Any]) -> None:
                 assert 0.4 < torch.nn.utils.get_total_norm(grads) < 0.51
                 assert whole(norm) > 0.5
                 reference.step()
+                if on_host:
+                    cuda.lock(
+                        *(local_tensor(p.grad) for p in model.parameters() if p.grad is not None)
+                    )
                 optimizer.step()
                 freed = all(p.grad is None for p in model.parameters())
                 assert freed == bool(store.get("free_gradients"))
@@ -171,17 +184,30 @@ def train(settings: str, directory: Path, store: Mapping[str, Any]) -> None:
 
 
 def leaving(
-    shape: tuple[int, ...], settings: str, backwards: int, max_norm: float | None, directory: Path
-) -> None:
+    shape: tuple[int, ...],
+    settings: str,
+    backwards: int,
+    max_norm: float | None,
+    directory: Path,
+    syncs: bool = True,
+) -> list[str]:
     """Gradients that leave during backward, beside a model whose gradients stay.
 
     Bit for bit in each step, clipped by torch's function, resumed in between.
+
+    Returns:
+        Warnings about gradients that do not leave.
     """
     mesh = cpu_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     model, twin = (sharded(mesh=mesh, **SETTINGS[settings]) for _ in range(2))
     options = STREAMED | {"offload_gradients": "backward", "free_gradients": True}
     steps = iter(range(1, 7))
-    with fake_cuda(), tierstore.TierStore(None, timeout=30.0) as of_twin:
+    with (
+        fake_cuda(),
+        tierstore.TierStore(None, timeout=30.0) as of_twin,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
         reference = optimizer_of(twin, of_twin)
         for resume in (False, True):
             with tierstore.TierStore(directory, resume=resume, **options) as store:
@@ -193,6 +219,7 @@ def leaving(
                 for step in (next(steps) for _ in range(3)):
                     for part in range(backwards):
                         for each in (model, twin):
+                            each.set_requires_gradient_sync(syncs or part + 1 == backwards)
                             each(tokens_of(10 * step + part)).backward()
                     found = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
                     assert all(isinstance(g, HostGradient) for g in found if g.numel())
@@ -208,6 +235,40 @@ def leaving(
                     assert all(p.grad is None for p in model.parameters())
                     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
                         assert torch.equal(whole(mine), whole(other))
+    texts = [str(one.message) for one in caught]
+    return [text for text in texts if "set_requires_gradient_sync" in text]
+
+
+def summed(directory: Path) -> None:
+    """Gradients of bfloat16 that leave are summed up in float32, as a program may do it."""
+    model, twin = (sharded(**SETTINGS["bf16"]) for _ in range(2))
+    sums: dict[int, torch.Tensor] = {}
+    options: dict[str, Any] = {"offload_gradients": "backward", "free_gradients": True}
+    with (
+        fake_cuda(),
+        tierstore.TierStore(None, timeout=30.0) as of_twin,
+        tierstore.TierStore(
+            directory, **STREAMED, **options, gradient_dtype=torch.float32
+        ) as store,
+    ):
+        optimizer = optimizer_of(model, store)
+        reference = optimizer_of(twin, of_twin, gradient=lambda p: sums.get(id(p)))
+        optimizer.restore()
+        for step in range(3):
+            sums.clear()
+            for part in range(3):
+                for each in (model, twin):
+                    each(tokens_of(10 * step + part)).backward()
+                for parameter in twin.parameters():
+                    if parameter.grad is not None:
+                        grad = parameter.grad.float()
+                        before = sums.get(id(parameter))
+                        sums[id(parameter)] = grad if before is None else before + grad
+                twin.zero_grad()
+            for each in (optimizer, reference):
+                each.step()
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(whole(mine), whole(other))
 
 
 def offloaded_copies(directory: Path) -> tuple[list[bool], str]:

@@ -1,12 +1,9 @@
-"""Drop FSDP2's gathered copies of parameters before the parameters are written.
-
-The next forward would otherwise use stale values.
-"""
+"""What FSDP2 keeps beside the parameters: gathered copies, and gradients that are not reduced."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from tierstore.layout.parameters import PagedParameter
@@ -18,36 +15,58 @@ if TYPE_CHECKING:
 def reshard(parameters: Iterable[PagedParameter]) -> None:
     """Have FSDP2 drop gathered copies of parameters, which it keeps after a forward alone.
 
+    Parameters are about to be written, and the next forward would use stale values.
+
     Raises:
         ValueError: FSDP2 keeps them, because a forward is in progress; the message names the
             parameter.
     """
+    names: dict[int, str] = {}
+    for module, group in _parameter_groups():
+        if group.is_sharded:
+            continue
+        names = names or {id(member.tensor): member.name for member in parameters}
+        found = [names.get(id(member.sharded_param)) for member in group.fsdp_params]
+        name = next(filter(None, found), None)
+        if name is None:
+            continue
+        module.reshard()
+        if not group.is_sharded:
+            raise ValueError(
+                f"FSDP2 uses a gathered copy of parameter {name!r} and would not see what is "
+                "written to it: step and restore between forwards, not within one"
+            )
+
+
+def unreduced_bytes() -> int:
+    """Return the bytes of gradients that FSDP2 keeps whole, as it does without gradient sync.
+
+    To be called when the first gradients of a backward were reduced. The outermost modules are left
+    out: what they hold themselves is reduced last in any case.
+    """
+    nbytes = 0
+    for module, group in _parameter_groups():
+        is_root = module._get_fsdp_state()._is_root
+        for member in () if is_root else group.fsdp_params:
+            # There, or in the dtype that is reduced, if that is another one.
+            gathered = getattr(member, "_unsharded_param", None)  # Not before the first forward.
+            kept = [member.unsharded_accumulated_grad, getattr(gathered, "grad", None)]
+            nbytes += sum(gradient.nbytes for gradient in kept if gradient is not None)
+    return nbytes
+
+
+def _parameter_groups() -> Iterator[tuple[FSDPModule, Any]]:
+    """Yield the parameter groups of each fully_shard() with its module."""
     if "torch.distributed.fsdp" not in sys.modules:  # Never imported, so never used.
         return
     # A parameter does not know its modules, and no public function lists all FSDP modules.
     from torch.distributed._composable_state import _module_state_mapping
 
-    names: dict[int, str] = {}
-    for module, state in list(_module_state_mapping.items()):
-        for group in _parameter_groups(state()):
-            if group.is_sharded:
-                continue
-            names = names or {id(member.tensor): member.name for member in parameters}
-            found = [names.get(id(member.sharded_param)) for member in group.fsdp_params]
-            name = next(filter(None, found), None)
-            if name is None:
-                continue
-            cast("FSDPModule", module).reshard()
-            if not group.is_sharded:
-                raise ValueError(
-                    f"FSDP2 uses a gathered copy of parameter {name!r} and would not see what is "
-                    "written to it: step and restore between forwards, not within one"
-                )
-
-
-def _parameter_groups(state: Any) -> Iterable[Any]:
-    """Return the parameter groups of one fully_shard(); none if another wrapper made the state."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Earlier releases of torch have at most one group.
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()  # Another wrapper may have made it.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # Earlier releases of torch have at most one group.
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            if group is not None:
+                yield cast("FSDPModule", module), group

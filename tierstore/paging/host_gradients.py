@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from tierstore.layout.dtensors import is_dtensor, local_tensor, same_placement
 from tierstore.layout.parameters import PagedParameter, dtype_name
 from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Copy, Device
-from tierstore.units import align_up
+from tierstore.paging.fsdp import unreduced_bytes
+from tierstore.units import align_up, format_bytes
 
 _ALIGNMENT = 64
 LEAVING_BYTES_MAX = 1 << 28
@@ -210,6 +212,8 @@ class HostGradients:
             memory = memory[align_up(nbytes, _ALIGNMENT) :]
         self._hooks: dict[str, Any] = {}
         self._add_hooks()
+        # Whether to look for gradients that FSDP2 keeps: once in a step, until a warning.
+        self._looks, self._warned = True, False
 
     def are_of(self, parameters: Sequence[PagedParameter]) -> bool:
         """Return whether these are the parameters."""
@@ -224,6 +228,7 @@ class HostGradients:
         self._add_hooks()
         for parameter in self._parameters:
             self._take(parameter)
+        self._looks = not self._warned
 
     def close(self) -> None:
         """Leave gradients where they are from now on; block until no copy is in flight."""
@@ -261,10 +266,27 @@ class HostGradients:
         left = LeftGradient(parameter.name, place, self._add)
         self._leave(left, own)
         stand_in = HostGradient(left, own)
-        if is_dtensor(gradient):  # FSDP2 adds the next gradient to this tensor.
+        if is_dtensor(gradient):
+            self._warn_of_unreduced()
+            # FSDP2 adds the next gradient to this tensor.
             cast("Any", gradient)._local_tensor = stand_in
         else:
             parameter.tensor.grad = stand_in
+
+    def _warn_of_unreduced(self) -> None:
+        """Warn, once, if FSDP2 keeps gradients of other groups that it has not reduced."""
+        if not self._looks:
+            return
+        self._looks = False
+        if nbytes := unreduced_bytes():
+            self._warned = True
+            warnings.warn(
+                f"FSDP2 keeps {format_bytes(nbytes)} of gradients on the GPU until the last "
+                "backward of a step, since set_requires_gradient_sync(False) was called: "
+                "offload_gradients takes them after they are reduced. Leave out that call, and "
+                "they leave in each backward, which is then also reduced",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def _add(self, left: LeftGradient, value: torch.Tensor) -> None:

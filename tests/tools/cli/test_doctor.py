@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from muon.kernels import rules
+from muon.plan import MuonPlan
 from tests.support.commands import call
+from tierstore.paging import buffers
 
 
 def findings(*paths: Path, path_entry: Path | None = None) -> tuple[int, list[dict[str, str]]]:
@@ -96,6 +99,53 @@ def test_a_module_muon_that_hides_the_optimizer(
     owner = " of muon-optimizer" if has_metadata else ""
     assert f"bad  packages: `import muon` finds {tmp_path / 'muon.py'}{owner}, and not the" in out
     assert ("to do: pip uninstall muon-opt" if has_metadata else "to do: rename that file") in out
+
+
+def have_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> None:
+    """Let this machine have a GPU of which nvidia-smi shows these lanes."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '0, {lanes}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(buffers, "_lock_pages", lambda *args: None)
+
+
+def test_a_gpu_with_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    have_gpu(monkeypatch, tmp_path, "16, 16")
+    monkeypatch.setattr(MuonPlan, "problem", lambda plan, device: None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    code, out, _ = call("doctor")
+    assert code == 0
+    for line in (
+        "GPU: 1 x a card",
+        "kernels: steps of muon have them",
+        "page-locking: the GPU copies page buffers by itself",
+        "bus of GPU 0: 16 of 16 lanes",
+    ):
+        assert f"good  {line}" in out
+
+
+def test_a_gpu_without_triton_lanes_and_page_locking(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """This machine has neither Triton nor CUDA."""
+    have_gpu(monkeypatch, tmp_path, "4, 16")
+    for kernels in (rules.kernels_for, rules.encoded_kernels_for):
+        kernels.cache_clear()
+    monkeypatch.setattr(rules, "_problems", {})
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    code, out, _ = call("doctor")
+    assert code == 0
+    assert (
+        "slow  kernels: steps take more passes over the memory of the GPU: muon: No module" in out
+    )
+    assert "slow  page-locking: CUDA does not page-lock page buffers" in out
+    assert "slow  bus of GPU 0: 4 of 16 lanes: copies between host and GPU are slower" in out
+    have_gpu(monkeypatch, tmp_path, "[N/A], [N/A]")
+    assert "bus of GPU" not in call("doctor")[1]
 
 
 def test_a_path_that_cannot_be_looked_at(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Findings about a machine: parts that work for runs, and remedies. Measures nothing."""
+"""Findings about a machine: parts that work for runs, and remedies. Measures no time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tierstore.errors import TierstoreError
+from tierstore.errors import PlanError, TierstoreError
+from tierstore.paging.buffers import HUGE_PAGE_BYTES, BufferPool
 from tierstore.storage.select import choose_storage
 from tierstore.tools.probe.calls import failed_calls
 from tierstore.tools.probe.compute import machine
+from tierstore.tools.probe.optimizers import load_optimizers
 from tierstore.units import format_bytes
 
 _NETWORK = re.compile(
@@ -50,12 +53,13 @@ class Finding:
 def examine(directories: Sequence[Path]) -> list[Finding]:
     """Return what works here: packages, memory, GPU, then each directory.
 
-    Writes small files to each directory, reads them back and removes them.
+    Compiles the kernels of optimizers for a GPU, and page-locks some memory. Writes small files to
+    each directory, reads them back and removes them.
 
     Args:
         directories: existing directories that runs would use.
     """
-    found = [*_packages(), *_memory(), _gpu()]
+    found = [*_packages(), *_memory(), *_gpu()]
     for directory in directories:
         found += _directory(directory)
     return found
@@ -124,21 +128,81 @@ def _may_lock_all() -> bool:
     return is_outermost and found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
-def _gpu() -> Finding:
+def _gpu() -> Iterator[Finding]:
     if torch.cuda.is_available():
         count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
-        return Finding("GPU", Health.GOOD, f"{count} x {name}, CUDA {torch.version.cuda}")
+        yield Finding("GPU", Health.GOOD, f"{count} x {name}, CUDA {torch.version.cuda}")
+        yield _kernels(torch.device("cuda", 0))
+        yield _page_locking(torch.device("cuda", 0))
+        yield from _buses()
+        return
     if not os.path.exists("/dev/nvidia0"):
-        return Finding("GPU", Health.GOOD, "none: steps are computed by the processor")
+        yield Finding("GPU", Health.GOOD, "none: steps are computed by the processor")
+        return
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is built without CUDA"
         remedy = "install the torch build for the CUDA version that nvidia-smi shows"
     else:
         why = f"CUDA {torch.version.cuda} finds none"
         remedy = "look at CUDA_VISIBLE_DEVICES, and at the driver version that nvidia-smi shows"
-    return Finding(
+    yield Finding(
         "GPU", Health.SLOW, f"this machine has one, and torch does not use it: {why}", remedy
     )
+
+
+def _kernels(device: torch.device) -> Finding:
+    """Try the kernels of the installed optimizers."""
+    try:
+        named = {name: one.problem(device) for name, one in load_optimizers().items()}
+    except PlanError as error:
+        return Finding("kernels", Health.BAD, str(error), "mend what the message names")
+    found = [f"{name}: {problem}" for name, problem in named.items() if problem is not None]
+    if not found:
+        return Finding("kernels", Health.GOOD, f"steps of {', '.join(named)} have them")
+    return Finding(
+        "kernels",
+        Health.SLOW,
+        f"steps take more passes over the memory of the GPU: {'; '.join(found)}",
+        "install a C compiler (gcc, or name one in CC) and the Triton that this torch requires",
+    )
+
+
+def _page_locking(device: torch.device) -> Finding:
+    if BufferPool(1, HUGE_PAGE_BYTES, page_locked=device).acquire().tensor.is_pinned():
+        return Finding("page-locking", Health.GOOD, "the GPU copies page buffers by itself")
+    return Finding(
+        "page-locking",
+        Health.SLOW,
+        "CUDA does not page-lock page buffers: copies between host and GPU are slower, and do not "
+        "overlap with steps",
+        "ulimit -l unlimited; in a container --ulimit memlock=-1",
+    )
+
+
+def _buses() -> Iterator[Finding]:
+    """Look at the lanes of each GPU, where nvidia-smi shows them.
+
+    The speed of a lane is not looked at: an idle GPU lowers it.
+    """
+    fields = "index,pcie.link.width.current,pcie.link.width.max"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return
+    for number, lanes, most in re.findall(r"^(\d+), (\d+), (\d+)$", done.stdout, re.MULTILINE):
+        subject, is_full = f"bus of GPU {number}", int(lanes) >= int(most)
+        yield Finding(
+            subject,
+            Health.GOOD if is_full else Health.SLOW,
+            f"{lanes} of {most} lanes"
+            + ("" if is_full else ": copies between host and GPU are slower in proportion"),
+            None if is_full else "put the card into a slot with all lanes, and look at the BIOS",
+        )
 
 
 def _directory(path: Path) -> Iterator[Finding]:

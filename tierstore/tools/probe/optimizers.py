@@ -59,6 +59,9 @@ class OptimizerPlan(Protocol):
             The work, and the seconds of each round.
         """
 
+    def problem(self, device: torch.device) -> str | None:
+        """Return why steps on a device are slower than they could be; None: they are not."""
+
     def operations(self, work: Work) -> tuple[float, float]:
         """Return the floating-point operations of a work, and the bytes of memory it moves."""
 
