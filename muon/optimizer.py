@@ -34,6 +34,7 @@ from muon.encoded import encodings_of, moments_dtype, momentum_dtype
 from muon.hooks import UpdateHook
 from muon.keys import DEFAULTS, KEYS, defaults, not_loaded, of_arguments, with_dtypes, with_numbers
 from muon.matrices import Declaration, declared, matrices_of, unit_of
+from muon.memory import memory_text
 from muon.modes import without_callers_modes
 from muon.param_groups import cycle_betas, drop_duplicates
 from muon.pipeline import Pipeline, compute_device
@@ -702,6 +703,17 @@ class Muon(torch.optim.Optimizer):
             if group.hyperparameters["algorithm"] == "adamw":
                 for parameter in group.parameters:
                     self.store.pages.scalars.setdefault(parameter.name, {"step": 0.0})
+
+    def memory(self) -> str:
+        """Return what is where on this rank, as a line of text for each memory.
+
+        Activations are not counted. ``print(optimizer.memory())`` after a step shows, for example:
+
+            GPU 18.1 GiB: parameters 15.0 GiB, pages in a step 1.3 GiB, ...
+            host 63.8 GiB: pages that rest there 47.5 GiB, gradients that leave 15.0 GiB, ...
+            NVMe 101.4 GiB: files of pages 101.4 GiB
+        """
+        return memory_text(self.store, self.param_groups)
 
     def paged_groups(self) -> list[tierstore.pages.PagedGroup]:
         """Return all groups as the store has them, or as they would be attached now."""

@@ -16,7 +16,16 @@ from muon.keys import KEYS, from_text
 from muon.matrices import declared
 from muon.optimizer import Muon
 from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrices
-from muon.rates import ADAMW, MUON, NEWTON_SCHULZ, Work, operations, rates
+from muon.rates import (
+    ADAMW,
+    ADAMW_ENCODED,
+    MUON,
+    MUON_ENCODED,
+    NEWTON_SCHULZ,
+    Work,
+    operations,
+    rates,
+)
 from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
 
@@ -217,16 +226,17 @@ def _elements(
 ) -> Counter[Work]:
     """Return the elementwise works of a rank: one for each matrix, or AdamW of all together."""
     works: Counter[Work] = Counter()
-    together: Counter[str] = Counter()
+    together: Counter[tuple[str, str]] = Counter()
     for shard in subgroup.shards:
         start, stop = shard.ranges[rank]
         dtype = str(shard.spec.dtype).removeprefix("torch.")
+        is_encoded = bool(shard.spec.encodings)
         if stop > start and is_muon:
-            works[MUON, (1, 1, stop - start), dtype] += 1
+            works[MUON_ENCODED if is_encoded else MUON, (1, 1, stop - start), dtype] += 1
         elif stop > start:
-            together[dtype] += stop - start
-    for dtype, numel in together.items():
-        works[ADAMW, (1, 1, numel), dtype] += 1
+            together[ADAMW_ENCODED if is_encoded else ADAMW, dtype] += stop - start
+    for (name, dtype), numel in together.items():
+        works[name, (1, 1, numel), dtype] += 1
     return works
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ Work = tuple[str, tuple[int, int, int], str]
 """A computation: its name, shape (count, rows, columns) and dtype."""
 
 NEWTON_SCHULZ, MUON, ADAMW = "newton_schulz", "muon_elements", "adamw_elements"
+# With states in fewer bytes, which all count as the fewest: their decoding takes the time.
+MUON_ENCODED, ADAMW_ENCODED = "muon_encoded_elements", "adamw_encoded_elements"
+_FEWEST = {"master": "24bit", "momentum_dtype": torch.int8, "moments_dtype": torch.int8}
 
 # (matrices, rows, columns): below 512 rows, square, wide, and a batch.
 _SHAPES = (
@@ -51,7 +55,7 @@ def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
 
     Newton-Schulz runs in the dtype of ``ns_dtype="auto"``. The elementwise parts are those of a
     step in memory, the comparison and rounding of parameters included, for parameters in float32
-    and in bfloat16.
+    and in bfloat16, and for bfloat16 with states in fewer bytes.
 
     Yields:
         The work, and the seconds of each round.
@@ -70,6 +74,8 @@ def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
     for dtype in (torch.float32, torch.bfloat16):
         for size in _ELEMENTS if is_cpu else _GPU_ELEMENTS:
             yield from _element_rates(size, dtype, device)
+    for size in _ELEMENTS if is_cpu else _GPU_ELEMENTS:
+        yield from _element_rates(size, torch.bfloat16, device, **_FEWEST)
 
 
 def operations(work: Work) -> tuple[float, float]:
@@ -84,19 +90,25 @@ def operations(work: Work) -> tuple[float, float]:
     if name == NEWTON_SCHULZ:
         moved = 5.0 * itemsize * count * (4 * rows * columns + 4 * rows**2)
         return float(count * flops((rows, columns))), moved
-    states = 16.0 if name == ADAMW else 2.0 * itemsize + 4.0
-    return 0.0, numel * (8.0 + states + 3.0 * itemsize)
+    states = {
+        ADAMW: 8.0 + 16.0,
+        ADAMW_ENCODED: 2.0 + 4.0,
+        MUON: 8.0 + 2.0 * itemsize + 4.0,
+        MUON_ENCODED: 2.0 + 2.0 + 4.0,
+    }
+    return 0.0, numel * (states[name] + 3.0 * itemsize)
 
 
 def _element_rates(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, **encodings: Any
 ) -> Iterator[tuple[Work, list[float]]]:
     """Measure a step of AdamW, and one of Muon without iterations of Newton-Schulz."""
-    for name, algorithm in ((ADAMW, "adamw"), (MUON, "muon")):
+    names = (ADAMW_ENCODED, MUON_ENCODED) if encodings else (ADAMW, MUON)
+    for name, algorithm in zip(names, ("adamw", "muon"), strict=True):
         parameter = nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
         parameter.grad = torch.randn_like(parameter)
         group = {"params": [("parameter", parameter)], "algorithm": algorithm}
-        optimizer = Muon([group], ns_steps=0)
+        optimizer = Muon([group], ns_steps=0, **encodings)
         yield (name, (1, *shape), _name(dtype)), _rounds(partial(_seconds, optimizer.step, device))
 
 

@@ -26,7 +26,7 @@ from tierstore.paging.states import States
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
 from tierstore.ranks.peers import Peers, Ranks
-from tierstore.units import parse_bytes
+from tierstore.units import format_bytes, parse_bytes
 
 __all__ = [
     "Chunk",
@@ -45,6 +45,7 @@ __all__ = [
     "SharedSubgroup",
     "SplitMaster",
     "SteppedPages",
+    "format_bytes",
     "not_compiled",
     "parse_bytes",
     "profiled",
@@ -238,6 +239,14 @@ class Pages:
         session.usability.require_restored()
         with self._states.only_reading():
             session.pager.prefetch(page for page in session.table.swept if not page.is_empty)
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return what is where on this rank: "GPU", "host" or "NVMe" -> what -> bytes.
+
+        Counted are parameters and gradients, pages with their buffers and files, and copies of
+        gradients and parameters. What takes nothing is left out.
+        """
+        return self._session.table.memory()
 
     @property
     def ranks(self) -> Ranks | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from tierstore.errors import BudgetError
+from tierstore.layout.dtensors import local_tensor
 from tierstore.layout.ownership import (
     SharedParameter,
     SharedSubgroup,
@@ -19,7 +21,12 @@ from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.layout.subgroups import uncut_nbytes
 from tierstore.paging.device import Device, open_device
-from tierstore.paging.host_gradients import HostGradients, gradients_bytes, require_offloadable
+from tierstore.paging.host_gradients import (
+    HostGradient,
+    HostGradients,
+    gradients_bytes,
+    require_offloadable,
+)
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
@@ -125,6 +132,31 @@ class PageTable:
     def parameters(self) -> list[PagedParameter]:
         """All parameters, in order of the groups."""
         return [parameter for group in self.groups for parameter in group.parameters]
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return place -> what is there -> bytes; see Pages.memory()."""
+        places = self.places
+        parameters, step = (
+            "host" if device.is_host else "GPU" for device in (places.parameters, places.step)
+        )
+        found: dict[str, Counter[str]] = {place: Counter() for place in ("GPU", "host", "NVMe")}
+        for parameter in self.parameters:
+            found[parameters]["parameters"] += local_tensor(parameter.tensor).nbytes
+            own = None if parameter.grad is None else local_tensor(parameter.grad)
+            if own is not None and not isinstance(own, HostGradient):
+                found[parameters]["gradients"] += own.nbytes
+        left = self._offloaded(self.pages, places)
+        found["host"]["gradients that leave"] = gradients_bytes(left, places.gradient_dtype)
+        found[step]["gradients and parameters of pages in a step"] = self.sources.nbytes
+        found["GPU"]["pages in a step"] = self.pager.staging_bytes
+        found["host"]["buffers of pages"] = self.pager.pool_bytes
+        for page in self.pages:
+            if page.tier is not Tier.NVME:
+                where = "host" if page.tier is Tier.HOST else step
+                found[where]["pages that rest there"] += page.layout.nbytes
+            files = page.layout.nbytes * len(self.committer.slots)
+            found["NVMe"]["files of pages"] += files
+        return {place: {k: n for k, n in parts.items() if n} for place, parts in found.items()}
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for groups, after the pages of earlier groups. All ranks call this.

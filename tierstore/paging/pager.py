@@ -42,6 +42,7 @@ class Pager:
         self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
         self._device: Device = Device()  # Pages are stepped there.
         self._staging: deque[DeviceBuffer] = deque()  # For pages that do not rest on the device.
+        self._staging_bytes = 0
         self._early: list[Page] = []  # Read ahead of a sweep that has not begun.
         self._writing: dict[Page, PageWrite] = {}  # Oldest first.
         self.stall_seconds = 0.0
@@ -143,6 +144,16 @@ class Pager:
         return self._pool.count, self._pool.buffer_bytes
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of the buffers on the host that pages pass through."""
+        return math.prod(self._pool_shape)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers on the device for pages that do not rest there."""
+        return self._staging_bytes
+
+    @property
     def held_max(self) -> int | None:
         """Most pages that may be held at once; None for any number."""
         if not self._pool.count:
@@ -154,6 +165,7 @@ class Pager:
         """Allocate buffers on the device that pages are stepped on from now on."""
         self._device = device
         self._staging.clear()
+        self._staging_bytes = count * nbytes
         for _ in range(count):
             self._staging.append(device.allocate(nbytes))
 

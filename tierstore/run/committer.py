@@ -115,6 +115,11 @@ class Progress:
         return False
 
     @property
+    def slots(self) -> str:
+        """Names of the files of each page."""
+        return ""
+
+    @property
     def has_states(self) -> bool:
         """True if the next commit of this step has the states that were given to keep_states()."""
         return False
@@ -285,7 +290,8 @@ class Committer(Progress):
         return self.is_due or (self.changed and not self.step)  # Or the initial values of a run.
 
     @property
-    def _slots(self) -> str:
+    @override
+    def slots(self) -> str:
         return "a" if self._commit_every is None else "ab"
 
     # -- Before a commit: the files that steps may write.
@@ -308,7 +314,7 @@ class Committer(Progress):
             needed = [page_file(page, entry.slot) for page, entry in self._needed.items()]
             remove_other_files(self.storage, needed)
             self._replaces_files, self.is_clean = False, True
-        names = create_files(self.storage, layouts, self._slots)
+        names = create_files(self.storage, layouts, self.slots)
         shared = [name for name in names if self.storage.is_shared(name)]
         try:
             self.provide_spares(shared)
@@ -341,7 +347,7 @@ class Committer(Progress):
         assert not self._replaces_files, "files are allocated before a step may write them"
         self.is_clean = False
         needed = self._needed[page].slot if page in self._needed else None
-        slot = "b" if needed == "a" and "b" in self._slots else "a"
+        slot = "b" if needed == "a" and "b" in self.slots else "a"
         name = page_file(page, slot)
         # Asked before each write: a checkpoint may have been published, or removed, meanwhile.
         if self.storage.is_shared(name):
@@ -538,7 +544,7 @@ class Committer(Progress):
         # decisions: A damaged manifest gives way to the one before.
         names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
-        stale = [manifest_name(revision) for revision in revisions[: -len(self._slots)]]
+        stale = [manifest_name(revision) for revision in revisions[: -len(self.slots)]]
         layouts = {manifest.layout for manifest in remaining}
         digests = {name: layout_digest_in(name) for name in names}
         stale += [name for name, digest in digests.items() if digest and digest not in layouts]

@@ -57,7 +57,7 @@ def llama() -> Plan:
 def replicated() -> Plan:
     """Two GPUs with a replica each, which do not fit, and a run that is too long."""
     return planned(
-        **{"gpus": 2, "gpu_memory": 80 * 10**6, "partition": "ddp", "store": LARGE},
+        **{"gpus": 2, "gpu_memory": 2**29 + 80 * 10**6, "partition": "ddp", "store": LARGE},
         **{"tokens": 1000, "flops": 1e12, "activation_bytes": 10**6, "steps": 10**12},
     )
 

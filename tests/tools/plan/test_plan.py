@@ -40,6 +40,7 @@ def planned(
     return plan(model, job, rates or assumed_rates(job.drives, on_gpu=job.on_gpu, flops=1e16))
 
 
+CONTEXT = 2**29
 SMALL = StoreOptions(host_memory=2**25, page_bytes=2**22, buffers=4)
 """8 pages of one matrix pass through 4 buffers."""
 
@@ -91,6 +92,7 @@ def test_memory_is_worked_out_part_by_part() -> None:
     numel = 8 * 1024 * 1024
     assert by_place["GPU"].parts["parameters"] == 2 * numel
     assert by_place["GPU"].parts["gradients"] == 2 * numel
+    assert by_place["GPU"].parts["context of CUDA"] == CONTEXT
     # A page of 6 MiB and framing: stepped at most one at once, and three are on their way.
     page = found.ranks.classes[0].footprint.layouts[0].nbytes
     assert 6 * 2**20 < page < 6 * 2**20 + 2**14
@@ -114,6 +116,8 @@ def test_fsdp_gathers_two_layers_and_what_is_outside_of_them() -> None:
     (gpu,) = [need for need in found.needs if need.place == "GPU"]
     layer, embedding = 2 * 2 * 1024**2, 2 * 512 * 1024
     assert gpu.parts["gathered parameters"] == 2 * layer + embedding
+    # Gradients of a layer, and the input of their reduction; of the embedding, until the end.
+    assert gpu.parts["gradients to be reduced"] == 2 * layer + embedding
     assert gpu.parts["parameters"] == (4 * layer + embedding) // 2
 
 
@@ -133,11 +137,14 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
 @pytest.mark.parametrize(
     ("fields", "remedy"),
     [
-        ({"gpu_memory": 60 * 10**6, "gpus": 1}, "4 nodes instead of 1"),
+        ({"gpu_memory": CONTEXT + 60 * 10**6, "gpus": 1}, "4 nodes instead of 1"),
         ({"host_memory": 20 * 10**6, "gpus": 1}, "host_memory='16.0 MiB' for each store"),
         ({"drives": "1x120MB@7/5GB/s,1DWPD", "checkpoints": 1}, "0 published checkpoints"),
         ({"drives": "1x60MB@7/5GB/s,1DWPD", "checkpoints": 0}, "2 drives in each node"),
-        ({"gpu_memory": 80 * 10**6, "gpus": 2, "partition": "ddp"}, "FSDP instead of DDP"),
+        (
+            {"gpu_memory": CONTEXT + 80 * 10**6, "gpus": 2, "partition": "ddp"},
+            "FSDP instead of DDP",
+        ),
         ({"gpu_memory": 10**6, "gpus": 1}, None),
         (
             {"drives": "3000x1KB@7/5GB/s,1DWPD", "checkpoints": 3000},
@@ -153,7 +160,8 @@ def test_the_nearest_change_that_fits(fields: dict[str, Any], remedy: str | None
 
 
 def test_no_remedy_has_more_ranks_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = {"gpu_memory": 60 * 10**6, "gpus": 1, "store": StoreOptions(host_memory=2**25)}
+    store = StoreOptions(host_memory=2**25)
+    limited = {"gpu_memory": CONTEXT + 60 * 10**6, "gpus": 1, "store": store}
     assert planned(**limited).remedy == "4 nodes instead of 1"
     monkeypatch.setattr("tierstore.tools.plan.job.RANKS_MAX", 3)
     assert planned(**limited).remedy is None
@@ -266,12 +274,13 @@ def test_8b_on_a_gpu_of_24_gb(algorithm: str) -> None:
     job = Job(gpus=1, gpu_memory=24 * 2**30, host_memory=128 * 2**30, drives=drives)
     rates = assumed_rates(drives, on_gpu=True)
 
-    def needs(**options: Any) -> dict[str, Any]:
+    def needs(**options: Any) -> tuple[dict[str, Any], str | None]:
         store = StoreOptions(host_memory=64 * 2**30, **options)
         found = plan(model, replace(job, store=store), rates, algorithm=algorithm)
-        return {need.place: need for need in found.needs}
+        return {need.place: need for need in found.needs}, found.remedy
 
-    stay, leave = needs(), needs(offload_gradients="backward")
+    (stay, remedy), (leave, _) = needs(), needs(offload_gradients="backward")
+    assert remedy == 'offload_gradients="backward"'
     parameters, largest = 2 * 8_030_261_248, 2 * 128_256 * 4096
     assert not stay["GPU"].fits
     assert leave["GPU"].fits

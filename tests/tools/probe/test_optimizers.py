@@ -66,4 +66,7 @@ def test_muon_measures_several_kinds_of_shapes() -> None:
     assert all(min(seconds) > 0 for _, seconds in rates)
     elementwise = {(work, dtype) for (work, _, dtype), _ in rates if work != "newton_schulz"}
     works, dtypes = ("adamw_elements", "muon_elements"), ("float32", "bfloat16")
-    assert elementwise == {(work, dtype) for work in works for dtype in dtypes}
+    assert elementwise == {
+        *((work, dtype) for work in works for dtype in dtypes),
+        *((f"{rule}_encoded_elements", "bfloat16") for rule in ("adamw", "muon")),
+    }

@@ -192,11 +192,7 @@ def footprint_of(
             gradient_dtype=None,
         )
     if offloads:
-        gradients = sum(
-            chunk.numel * records[MASTER].parameter.dtype.itemsize
-            for layout in layouts
-            for (_, chunk), records in layout.records.items()
-        )
+        gradients = sum(map(parameter_bytes, layouts))
     reserved = gradients + (slabs if moves_parameters else 0)
     placement = place(sizes, replace(options.budget, reserved=reserved))
     device_bytes = placement.in_tier(Tier.DEVICE, sizes)
@@ -208,6 +204,14 @@ def footprint_of(
         placement=placement,
         host_bytes=reserved + placement.host_bytes(sizes),
         device_bytes=device_bytes,
+    )
+
+
+def parameter_bytes(layout: PageLayout) -> int:
+    """Return the bytes of the parameters of a page, and of their gradients."""
+    return sum(
+        chunk.numel * records[MASTER].parameter.dtype.itemsize
+        for (_, chunk), records in layout.records.items()
     )
 
 

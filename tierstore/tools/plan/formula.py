@@ -24,7 +24,7 @@ LANES = (
 """Lanes of a step, in the order of a page's way."""
 
 _READ_AHEAD = 2 / 3
-"""Share of forward and backward in which pages may be read: backward is so much of it."""
+"""Share of forward and backward that backward is: pages may be read, and gradients leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,11 @@ class PageWork:
     seal_s: float = 0.0
     """Seconds of one thread for the checksums of what is written."""
     copy_in_s: float = 0.0
-    """Seconds to copy the page to the GPU; 0 on the CPU, and for a page that rests on the GPU."""
+    """Seconds to copy the page, gradients and parameters to where it is stepped."""
     copy_out_s: float = 0.0
-    """Seconds to copy it back; 0 on the CPU."""
+    """Seconds to copy them back."""
+    gradients_s: float = 0.0
+    """Seconds to copy its gradients to the host during backward."""
     exchange_s: float = 0.0
     """Seconds of the network to gather matrices, and again to scatter their updates."""
     spread_s: float = 0.0
@@ -161,6 +163,7 @@ class _Sums:
     spread: float = 0.0
     copy_in: float = 0.0
     copy_out: float = 0.0
+    gradients: float = 0.0
     check: float = 0.0
     seal: float = 0.0
     read: int = 0
@@ -207,8 +210,13 @@ class StepFormula:
         self._ranks = [_Rank(rank, rules, met) for rank in ranks]
 
     def step(self, model_s: float) -> StepTime:
-        """Return the step with some seconds of forward and backward."""
+        """Return the step with some seconds of forward and backward.
+
+        Backward is as long as the copies of the gradients that leave in it.
+        """
         rules = self._rules
+        gradients_s = max(rank.gradients_s for rank in self._ranks)
+        model_s = max(model_s, gradients_s and gradients_s / _READ_AHEAD)
         plain = max(rank.step_s(model_s) for rank in self._ranks)
         commit = 0.0
         if rules.commit_every is not None:
@@ -238,6 +246,7 @@ class _Rank:
         self._all = self._sums(pages)
         self._first_s = self._first_read_s(work.pages)
         self._fill_s = self._in_lanes(self._all)[1]
+        self.gradients_s = self._all.gradients
         self.resident_s = sum(self._in_lanes(self._all, in_memory=True))
 
     def _sums(self, pages: Sequence[tuple[PageWork, tuple[float, float, float]]]) -> _Sums:
@@ -251,6 +260,7 @@ class _Rank:
             sums.pages += bool(nbytes or exchange_s or spread_s)
             sums.copy_in += page.copy_in_s
             sums.copy_out += page.copy_out_s
+            sums.gradients += page.gradients_s
             sums.check += page.check_s
             sums.sealed += page.seal_s + page.added_seal_s
             sums.written += nbytes
@@ -403,7 +413,7 @@ class _Rank:
             "compute": sums.compute,
             "scatter": sums.gather,
             "spread": sums.spread,
-            "copy out": sums.copy_out + share * sums.add,
+            "copy out": sums.copy_out + sums.gradients + share * sums.add,
             "seal": sealed / rules.checksum_threads,
             "write": write_s,
             "commit": share * rules.commit_s,

@@ -109,6 +109,11 @@ class Job:
         """True if pages are stepped on GPUs."""
         return self.on_gpu and self.store.step_on != "cpu"
 
+    @property
+    def offloads(self) -> bool:
+        """True if gradients leave GPUs during backward."""
+        return self.on_gpu and self.store.offload_gradients is not None
+
     def holding(self, shape: tuple[int, ...]) -> Holding:
         """Return the ranks that hold a parameter.
 

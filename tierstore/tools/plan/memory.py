@@ -13,6 +13,9 @@ from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.models import Model, ModelParameter
 from tierstore.tools.plan.step import Ranks
 
+_CONTEXT_BYTES = 1 << 29
+"""Memory of a GPU that CUDA takes for each process, about, with the kernels that were loaded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
@@ -47,6 +50,7 @@ def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need
     job = ranks.job
     with_parameters = {
         **model_parts(job, model),
+        "context of CUDA": _CONTEXT_BYTES if job.on_gpu else 0,
         "pages on the device": ranks.most("device_bytes"),
         "parameters in flight": max(one.in_flight_bytes for one in ranks.classes),
     }
@@ -102,7 +106,8 @@ def _host_parts(ranks: Ranks) -> dict[str, int]:
 def model_parts(job: Job, model: Model) -> dict[str, int]:
     """Return what the model itself takes of one rank: parameters, gradients, activations.
 
-    FSDP gathers a layer ahead, and keeps what is outside of layers from forward to backward.
+    FSDP gathers a layer ahead, and keeps what is outside of layers from forward to backward. It
+    reduces the gradients of a layer while the next layer makes its gradients.
     """
     held, gathered, outside = 0, {"": 0}, 0
     for parameter in model.parameters:
@@ -119,7 +124,7 @@ def model_parts(job: Job, model: Model) -> dict[str, int]:
                     nbytes //= job.expert_parallel
                 gathered[layer] = gathered.get(layer, 0) + nbytes
     gradients = held
-    if job.on_gpu and job.store.offload_gradients is not None:
+    if job.offloads:
         largest = max(
             parameter.dtype.itemsize * _local_numel(parameter, job.holding(parameter.shape))
             for parameter in model.parameters
@@ -129,6 +134,9 @@ def model_parts(job: Job, model: Model) -> dict[str, int]:
         "parameters": held,
         "gradients": gradients,
         "gathered parameters": outside + 2 * max(gathered.values()),
+        # Of two layers, or in the end of what is outside: each as backward makes it, and once more
+        # as the input of the reduction.
+        "gradients to be reduced": max(outside + 2 * max(gathered.values()), 2 * outside),
         "activations": job.activation_bytes or 0,
     }
 

@@ -282,17 +282,16 @@ class _Planner:
         """Yield changes for what is exceeded, the nearest one first."""
         store, drives = job.store, job.drives
         if "GPU" in exceeded and store.device_memory:
-            yield (
-                "device_memory=0",
-                lambda j: replace(j, store=replace(j.store, device_memory=0)),
-            )
+            yield "device_memory=0", partial(_with_store, device_memory=0)
         if "GPU" in exceeded and job.partition == "ddp" and job.world_size > 1:
             yield "FSDP instead of DDP", lambda j: replace(j, partition="fsdp")
+        elif "GPU" in exceeded and not job.offloads:
+            yield 'offload_gradients="backward"', partial(_with_store, offload_gradients="backward")
         if "host" in exceeded:
             for share in (2, 4, 8):
                 size = store.host_memory // share
                 text = f"host_memory={format_bytes(size)!r} for each store"
-                yield text, partial(_with_memory, size=size)
+                yield text, partial(_with_store, host_memory=size)
         if "NVMe" in exceeded:
             need = exceeded["NVMe"]
             one = need.parts.get("published checkpoints", 0) // max(1, job.checkpoints)
@@ -326,8 +325,8 @@ class _Planner:
         )
 
 
-def _with_memory(job: Job, *, size: int) -> Job:
-    return replace(job, store=replace(job.store, host_memory=size))
+def _with_store(job: Job, **options: Any) -> Job:
+    return replace(job, store=replace(job.store, **options))
 
 
 def _with_nodes(job: Job, *, nodes: int) -> Job:

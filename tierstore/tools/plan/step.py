@@ -12,7 +12,12 @@ from tierstore.paging.page import checksum_threads
 from tierstore.paging.replication import bytes_in_flight
 from tierstore.paging.shared_parameters import shared_parameter
 from tierstore.paging.tier_plan import Tier, pages_at_once
-from tierstore.tools.plan.footprint import Footprint, footprint_of, subgroups_of
+from tierstore.tools.plan.footprint import (
+    Footprint,
+    footprint_of,
+    parameter_bytes,
+    subgroups_of,
+)
 from tierstore.tools.plan.formula import DiskRates, PageWork, RankWork, StepFormula, StepRules
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.rates import Rates
@@ -162,6 +167,20 @@ def _window(ranks: Ranks) -> int:
     return min(held)
 
 
+def _moved(job: Job, nbytes: int, rates: Rates) -> tuple[float, float]:
+    """Return the seconds to copy gradients and parameters to where a page is stepped, and back.
+
+    Args:
+        job: the job.
+        nbytes: of the parameters of the page, and of their gradients.
+        rates: of the bus.
+    """
+    if job.on_gpu and not job.steps_on_gpu:  # Gradients that left are there already.
+        down = nbytes if job.offloads else 2 * nbytes
+        return down / rates.from_device, nbytes / rates.to_device
+    return (nbytes / rates.to_device if job.offloads else 0.0), 0.0
+
+
 def _phases(subgroups: Sequence[SharedSubgroup]) -> list[int]:
     """Return for each page the group of the pages around it.
 
@@ -194,6 +213,8 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         leaves = on_gpu and bool(layout.nbytes)
         exchange_s = max(sent, received) / rates.network
         spread_s = one.spread_bytes[number] / rates.network
+        moved_bytes = parameter_bytes(layout)
+        to_step, from_step = _moved(ranks.job, moved_bytes, rates)
         # Without GPUs, ranks send with the processor that they compute on.
         sends_s = 0.0 if ranks.job.on_gpu else 2 * exchange_s + spread_s
         pages.append(
@@ -204,8 +225,9 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
                 compute_s=rates.seconds(works, ranks.optimizer) + sends_s,
                 check_s=read_bytes / rates.checksum,
                 seal_s=written_bytes / rates.checksum,
-                copy_in_s=layout.nbytes / rates.to_device if is_copied else 0.0,
-                copy_out_s=layout.nbytes / rates.from_device if leaves else 0.0,
+                copy_in_s=to_step + (layout.nbytes / rates.to_device if is_copied else 0.0),
+                copy_out_s=from_step + (layout.nbytes / rates.from_device if leaves else 0.0),
+                gradients_s=moved_bytes / rates.from_device if ranks.job.offloads else 0.0,
                 exchange_s=exchange_s,
                 spread_s=spread_s,
                 rests=tier is not Tier.NVME,

@@ -1,0 +1,51 @@
+"""What an optimizer and its store keep in each memory, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tierstore
+from muon import newton_schulz
+from muon.matrices import declared, matrices_of
+from muon.pipeline import compute_device
+
+
+def memory_text(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each memory, with its parts, the largest first.
+
+    Args:
+        store: keeps the states.
+        groups: all param groups.
+    """
+    found = store.pages.memory()
+    for place, nbytes in _matrix_bytes(store, groups).items():
+        found[place]["matrices of Newton-Schulz"] = nbytes
+    lines = []
+    for place, parts in found.items():
+        if parts:
+            ordered = sorted(parts.items(), key=lambda part: -part[1])
+            texts = [f"{what} {tierstore.pages.format_bytes(size)}" for what, size in ordered]
+            total = tierstore.pages.format_bytes(sum(parts.values()))
+            lines.append(f"{place} {total}: {', '.join(texts)}")
+    return "\n".join(lines)
+
+
+def _matrix_bytes(
+    store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
+    """Return the bytes that Newton-Schulz of the largest batch takes, where it is computed."""
+    found: dict[str, int] = {}
+    for group in groups:
+        for parameter in group["params"] if group["algorithm"] == "muon" else ():
+            on_gpu = compute_device(store, parameter).type != "cpu"
+            place = "GPU" if on_gpu else "host"
+            for matrix in matrices_of(parameter.shape, declared(group)):
+                numel = newton_schulz.numel_needed(
+                    matrix.shape,
+                    newton_schulz.batch_count(matrix.shape) if group["ns_batched"] else 1,
+                    on_gpu=on_gpu,
+                    method=group["ns_method"],
+                )
+                found[place] = max(found.get(place, 0), numel * group["ns_dtype"].itemsize)
+    return found
