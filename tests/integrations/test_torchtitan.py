@@ -17,6 +17,7 @@ from torch import nn
 import tierstore
 from muon.integrations.torchtitan import MuonContainer
 from tests.support.attempts import attempt
+from tests.support.fake_cuda import fake_cuda
 from tests.support.rank_pool import RankPool
 from tests.support.titan_loop import Batches, Loop
 from tierstore.integrations.torchtitan import Checkpointer, Container
@@ -42,6 +43,21 @@ def test_a_run_continues_with_all_that_its_commit_has(tmp_path: Path) -> None:
     resumed = train(tmp_path / "run", 6)
     assert resumed.state_dict() == {"step": 6, "seen": 24}
     assert all(map(torch.equal, resumed.values, whole.values))
+
+
+def test_gradients_that_left_are_clipped(tmp_path: Path) -> None:
+    """With the norms and weights of gradients that stay."""
+    found = []
+    for name, options in {"stay": {}, "leave": {"offload_gradients": "backward"}}.items():
+        with fake_cuda():
+            loop = Loop(tierstore.TierStore(tmp_path / name, **options), max_norm=0.01)
+            loop.train(4)
+            loop.checkpointer.close()
+        found.append(loop)
+    left, stayed = found
+    assert left.norms == stayed.norms
+    assert min(left.norms) > 0.01
+    assert all(map(torch.equal, left.values, stayed.values))
 
 
 @pytest.mark.parametrize("closed", ["while it is handled", "afterwards"])

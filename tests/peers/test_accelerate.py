@@ -15,6 +15,7 @@ import muon
 import tierstore
 from tests.peers import loops
 from tests.peers.loops import BATCH, ROWS, StoppedError, assert_equal, dataset
+from tests.support.fake_cuda import fake_cuda
 
 
 class Rows(IterableDataset[tuple[torch.Tensor, ...]]):
@@ -31,7 +32,12 @@ class Loop:
     """A loop over two epochs with dropout and batch norm, which notes what it trained on."""
 
     def __init__(
-        self, store: tierstore.TierStore, loader: str = "shuffled", *, seedable: bool = False
+        self,
+        store: tierstore.TierStore,
+        loader: str = "shuffled",
+        *,
+        seedable: bool = False,
+        max_norm: float | None = None,
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
@@ -39,6 +45,8 @@ class Loop:
         from tierstore.integrations.accelerate import prepare
 
         self.store = store
+        self.max_norm = max_norm
+        self.norms: list[torch.Tensor] = []
         self.accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_steps=2,
@@ -71,6 +79,9 @@ class Loop:
         with self.accelerator.accumulate(self.model):
             loss = torch.nn.functional.mse_loss(self.model(inputs), targets)
             self.accelerator.backward(loss)
+            if self.max_norm is not None and self.accelerator.sync_gradients:
+                clip = self.accelerator.clip_grad_norm_
+                self.norms.append(clip(self.model.parameters(), self.max_norm))
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
@@ -360,3 +371,19 @@ def test_a_loop_with_one_object_more_or_less(tmp_path: Path) -> None:
         resumed = Loop(store)
         resumed.run()
         assert_equal(resumed.result(), whole.result())
+
+
+def test_gradients_that_left_are_summed_and_clipped(tmp_path: Path) -> None:
+    """By accelerate itself, with the norms and weights of gradients that stay."""
+    found = []
+    for name, options in {"stay": {}, "leave": {"offload_gradients": "backward"}}.items():
+        torch.manual_seed(0)
+        with fake_cuda(), tierstore.TierStore(tmp_path / name, **options) as store:
+            loop = Loop(store, max_norm=0.05)
+            loop.run()
+            found.append((loop.norms, loop.result()))
+    (norms, result), (expected_norms, expected) = found
+    assert norms == expected_norms
+    assert len(norms) > 2
+    assert min(norms) > 0.05
+    assert_equal(result, expected)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import muon
 import tierstore
 from tests.peers.loops import BATCH, LOADERS, StoppedError, assert_equal, dataset
+from tests.support.fake_cuda import fake_cuda
 
 
 @functools.cache
@@ -85,6 +86,7 @@ class Trained:
         manual: bool = False,
         callbacks: tuple[Any, ...] = (),
         more: dict[str, Any] | None = None,
+        store_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         import lightning
@@ -103,7 +105,7 @@ class Trained:
         self.stopped = False
         with (
             contextlib.suppress(StoppedError),
-            tierstore.TierStore(directory / "run", resume=True) as store,
+            tierstore.TierStore(directory / "run", resume=True, **(store_options or {})) as store,
         ):
             self.began = store.committed.step
             store.register(**(more or {}))
@@ -344,3 +346,19 @@ def test_a_rewind_by_a_program_that_carries_the_states_along(tmp_path: Path) -> 
     assert resumed.began == 2
     assert resumed.seen == whole.seen[4:]
     assert_equal(resumed.result, whole.result)
+
+
+def test_gradients_that_left_are_summed_and_clipped(tmp_path: Path) -> None:
+    """By Lightning itself, with the weights of gradients that stay, and other ones unclipped."""
+    results = {}
+    for name, max_norm, options in (
+        ("stay", 0.05, {}),
+        ("leave", 0.05, {"offload_gradients": "backward"}),
+        ("unclipped", None, {"offload_gradients": "backward"}),
+    ):
+        torch.manual_seed(0)
+        with fake_cuda():
+            trained = Trained(tmp_path / name, store_options=options, gradient_clip_val=max_norm)
+        results[name] = trained.result
+    assert_equal(results["leave"], results["stay"])
+    assert any(not torch.equal(results["unclipped"][n], v) for n, v in results["stay"].items())

@@ -37,7 +37,11 @@ class Batches:
 class Loop:
     """A loop with what a checkpointer takes from a Trainer, in the order of its calls."""
 
-    def __init__(self, store: tierstore.TierStore, rank: int = 0) -> None:
+    def __init__(
+        self, store: tierstore.TierStore, rank: int = 0, max_norm: float | None = None
+    ) -> None:
+        self._max_norm = max_norm
+        self.norms: list[torch.Tensor] = []
         torch.manual_seed(0)
         layers = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
         self.model_parts: list[nn.Module] = [nn.Sequential(*layers)]
@@ -64,6 +68,12 @@ class Loop:
             batch = next(batches)
             self.seen += len(batch)
             self.model_parts[0](batch).square().mean().backward()
+            if self._max_norm is not None:
+                parameters = list(self.model_parts[0].parameters())
+                grads = [p.grad for p in parameters if p.grad is not None]
+                norm = torch.nn.utils.get_total_norm(grads, 2.0, False, True)
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm, True)
+                self.norms.append(norm)
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             if self.step == fails_at:
