@@ -6,6 +6,8 @@ import copy
 import gc
 import math
 import pickle
+import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,13 @@ from torch import nn
 
 import muon
 import tierstore
-from tests.support import training
+from tests.support import killed_processes, training
 from tests.support.fake_cuda import fake_cuda
+from tests.support.faults import FaultyStorage
+from tests.support.killed_processes import KillAt
 from tierstore.paging.device import Copy
+from tierstore.storage.base import Storage
+from tierstore.storage.select import open_storage
 
 STEPS = 4
 PAGE_BYTES = 16384
@@ -48,7 +54,7 @@ class Run:
     """
 
     def __init__(
-        self, directory: Path | None, options: dict[str, Any], **of_optimizer: Any
+        self, directory: Path | Storage | None, options: dict[str, Any], **of_optimizer: Any
     ) -> None:
         self.parameters = training.make_parameters(torch.bfloat16)
         self.store = tierstore.TierStore(directory, page_bytes=PAGE_BYTES, **options)
@@ -128,6 +134,45 @@ def test_results_are_those_of_gradients_that_stay(
         assert norms == expected
         training.assert_identical(leaves.snapshot(), stays.snapshot())
         leaves.store.close()
+
+
+def go_on(directory: Path, step_on: str | None, steps: int, kill_at: int = 0) -> None:
+    """Train on up to a step with gradients that leave, unless the process is killed."""
+    torch.set_num_threads(1)
+    kill = KillAt(kill_at)
+    storage = FaultyStorage(open_storage(directory / "rank-00000"), on_operation=kill)
+    with fake_cuda(pace=0.3):
+        run = Run(storage, {**LEAVES, "step_on": step_on, "resume": True})
+        for step in range(run.store.step + 1, steps + 1):
+            for number in range(3):
+                backward(run.parameters, step * 3 + number)
+            nn.utils.clip_grad_norm_(run.parameters.values(), 0.5)
+            run.optimizer.step()
+            run.store.commit()
+        run.store.close()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("step_on", [None, "cpu"])
+def test_killed_and_resumed(step_on: str | None, tmp_path: Path) -> None:
+    """Clipped sums of three backwards, killed with SIGKILL at any operation of the storage."""
+    stays = Run(None, STAYS)
+    train(stays, backwards=3, max_norm=0.5)
+    generator, killed = random.Random(1), 0
+    for attempt in range(3):
+        directory = tmp_path / str(attempt)
+        child = killed_processes._processes.Process(
+            target=go_on, args=(directory, step_on, STEPS, generator.randint(5, 40))
+        )
+        child.start()
+        child.join()
+        assert child.exitcode in (0, -signal.SIGKILL)
+        killed += child.exitcode != 0
+        go_on(directory, step_on, STEPS)
+        found = Run(directory, {"resume": True})
+        training.assert_identical(found.snapshot(), stays.snapshot())
+        found.store.close()
+    assert killed > 1
 
 
 def test_all_gradients_leave_during_backward(tmp_path: Path) -> None:
