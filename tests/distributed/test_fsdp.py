@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.rank_programs.fsdp import LAYERS, MATRIX
 from tests.support.rank_pool import RankPool
 
 
@@ -63,6 +64,18 @@ def test_gradients_that_are_reduced_in_the_last_backward(
     """They leave then, and until then whole ones are on the GPU: a warning in each store."""
     program = partial(pool.run, 2, "tests.rank_programs.fsdp:leaving", (2,), settings)
     assert [len(found) for found in program(3, 0.5, tmp_path, False)] == [2, 2]
+
+
+def test_gradients_that_leave_are_not_on_the_device_together(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Those of two layers and the buffers of two reductions are, on one rank; counted: 4.2 matrices.
+
+    With several, threads of gloo free buffers at any time.
+    """
+    ((stays, leaves),) = pool.run(1, "tests.rank_programs.fsdp:peaks", tmp_path)
+    assert leaves <= 5 * MATRIX
+    assert stays > LAYERS * MATRIX
 
 
 def test_gradients_that_leave_are_summed_up_in_their_dtype(pool: RankPool, tmp_path: Path) -> None:

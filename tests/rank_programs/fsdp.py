@@ -6,6 +6,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -32,8 +33,10 @@ import tierstore
 from tests.rank_programs.meshes import cpu_mesh
 from tests.support.attempts import attempt
 from tests.support.fake_cuda import fake_cuda
+from tests.support.kernel import peak_of
 from tests.support.references import assert_same
 from tierstore.layout.dtensors import local_tensor
+from tierstore.paging import host_gradients
 from tierstore.paging.host_gradients import HostGradient
 from tierstore.ranks.peers import Alone
 from tierstore.storage.memory import MemoryStorage
@@ -237,6 +240,51 @@ def leaving(
                         assert torch.equal(whole(mine), whole(other))
     texts = [str(one.message) for one in caught]
     return [text for text in texts if "set_requires_gradient_sync" in text]
+
+
+LAYERS, WIDTH = 12, 256
+MATRIX = 4 * WIDTH * WIDTH
+"""Bytes of the matrix of a layer in float32."""
+
+
+def step_once(model: nn.Module, optimizer: muon.Muon, inputs: torch.Tensor) -> None:
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def peaks(directory: Path) -> tuple[int, int]:
+    """Return the most bytes of a training step in torch's allocator, which is the device here.
+
+    With gradients that stay, and with gradients that leave, of which one is on its way at most.
+    """
+    found = []
+    for options in ({}, {"offload_gradients": "backward"}):
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS))
+        model = nn.Sequential(*layers)
+        for layer in model:
+            fully_shard(layer, mesh=cpu_mesh(1, names=("shard",)))
+        fully_shard(model, mesh=cpu_mesh(1, names=("shard",)))
+        inputs = torch.randn(4, WIDTH)
+        with (
+            fake_cuda(),
+            mock.patch.object(host_gradients, "LEAVING_BYTES_MAX", MATRIX),
+            tierstore.TierStore(
+                directory / str(len(options)),
+                page_bytes=MATRIX // 4,
+                buffers=3,
+                timeout=30.0,
+                **options,
+            ) as store,
+        ):
+            groups = [{"params": list(model.named_parameters()), "algorithm": "adamw"}]
+            optimizer = muon.Muon(groups, store=store)
+            optimizer.restore()
+            step = partial(step_once, model, optimizer, inputs)
+            step()
+            found.append(peak_of(step))
+    return found[0], found[1]
 
 
 def summed(directory: Path) -> None:
