@@ -69,9 +69,9 @@ def test_gradients_that_are_reduced_in_the_last_backward(
 def test_gradients_that_leave_are_not_on_the_device_together(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """Those of two layers and the buffers of two reductions are, on one rank; counted: 4.2 matrices.
+    """Those of two layers and the buffers of two reductions are: 4.2 matrices were counted.
 
-    With several, threads of gloo free buffers at any time.
+    On one rank: with several, threads of gloo free buffers at any time.
     """
     ((stays, leaves),) = pool.run(1, "tests.rank_programs.fsdp:peaks", tmp_path)
     assert leaves <= 5 * MATRIX
