@@ -1,4 +1,4 @@
-"""A day on a machine with one GPU, in calls that each end within a time limit.
+"""A day on a machine with one GPU, in calls of some minutes.
 
 Each call does one part: tests, copies of pages, products of Newton-Schulz, or trainings: of ours
 in memory, of ours on NVMe, or beside peers. Each training has a process of its own, whose memory is

@@ -75,7 +75,7 @@ class Row:
     ratio: tuple[float, ...]
     """Time of ours over that of the usual iteration."""
     gram_ratio: tuple[float, ...]
-    """Time of ours with ns_method="gram" over that of the usual iteration."""
+    """Time of ours with ns_method="gram" over the time of the usual iteration."""
     usual_error: float
     """Distance to the result in float64, over the norm of that result."""
     ours_error: float

@@ -117,7 +117,9 @@ def hidden_states(model: PreTrainedModel, inputs: Tensor) -> Tensor:
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel, inputs: Tensor) -> bool:
     """Return whether logits are what the output layer makes, neither scaled nor capped after it."""
-    logits = model.get_output_embeddings()(hidden_states(model, inputs))
+    if (head := model.get_output_embeddings()) is None:
+        return False
+    logits = head(hidden_states(model, inputs))
     return torch.equal(logits, model(input_ids=inputs, use_cache=False).logits)
 
 
@@ -138,9 +140,16 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
-    data = {"position": 0}
+    kept = {name: getattr(options, name) for name in ("context", "batch", "lr", "seed")}
+    data = {"position": 0, **kept}
     store.register(scheduler=scheduler, data=data, random=tierstore.RandomState())
     first_step = optimizer.restore()
+    for name, value in kept.items():
+        if data[name] != value:
+            raise ValueError(
+                f"the run began with --{name} {data[name]}, and this call has {value}: give the "
+                "same, or name another folder"
+            )
     print(f"starts after step {first_step} of {options.steps}", flush=True)
 
     head = model.get_output_embeddings()
@@ -216,7 +225,7 @@ def main(
             free_gradients=True,
         ) as store:
             train(store, network, tokens, options)
-    except (tierstore.RunDirectoryError, tierstore.BudgetError) as error:
+    except (tierstore.TierstoreError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     network.save_pretrained(run / "model")

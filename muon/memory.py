@@ -19,6 +19,8 @@ def memory_text(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]])
         groups: all param groups.
     """
     found = store.pages.memory()
+    if not store.pages.group_count:
+        return "nothing is laid out before the first step or restore()"
     for place, nbytes in _matrix_bytes(store, groups).items():
         found[place]["matrices of Newton-Schulz"] = nbytes
     lines = []

@@ -68,8 +68,8 @@ def orthogonalize_(
         of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. But on
         a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations, which
         round differently; in 16 bits with more than 8 threads only one of 1024 or more, if the
-        other side is twice as long. On a GPU, a 16-bit matrix with a side that is no multiple of 8
-        is filled up with zeros, which may round differently.
+        other side is twice as long. On a GPU, a 16-bit matrix with a side that is not a multiple of
+        8 is filled up with zeros, which may round differently.
     """
     for name, value, values in (("norm", norm, NORMS), ("method", method, METHODS)):
         if value not in values:
@@ -164,9 +164,9 @@ def numel_needed(
     """Return the elements that live at the peak of ``orthogonalize_all()`` of one batch.
 
     On a GPU those are the matrices given, the matrices before and after a step, and two square
-    products of the shorter side, or five with ``method="gram"``; a batch is a copy more, and so is
-    a matrix that is filled up. On a CPU about five of each were measured: the products there keep
-    packed copies of their operands.
+    products of the shorter side, or as much as five with ``method="gram"``; a batch is a copy more,
+    and so is a matrix that is filled up. On a CPU about five of each were measured: the products
+    there keep packed copies of their operands.
 
     Args:
         shape: (rows, columns) of each matrix.

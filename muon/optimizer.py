@@ -707,11 +707,15 @@ class Muon(torch.optim.Optimizer):
     def memory(self) -> str:
         """Return what is where on this rank, as a line of text for each memory.
 
-        Activations are not counted. ``print(optimizer.memory())`` after a step shows, for example:
+        Counted are parameters of the optimizer, their gradients, states and matrices. An example
+        for ``print(optimizer.memory())``, after a step or ``restore()``:
 
-            GPU 18.1 GiB: parameters 15.0 GiB, pages in a step 1.3 GiB, ...
+            GPU 17.1 GiB: parameters 15.0 GiB, pages in a step 1.3 GiB, ...
             host 63.8 GiB: pages that rest there 47.5 GiB, gradients that leave 15.0 GiB, ...
             NVMe 101.4 GiB: files of pages 101.4 GiB
+
+        Raises:
+            StoreClosedError: the store is closed.
         """
         return memory_text(self.store, self.param_groups)
 

@@ -16,16 +16,7 @@ from muon.keys import KEYS, from_text
 from muon.matrices import declared
 from muon.optimizer import Muon
 from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrices
-from muon.rates import (
-    ADAMW,
-    ADAMW_ENCODED,
-    MUON,
-    MUON_ENCODED,
-    NEWTON_SCHULZ,
-    Work,
-    operations,
-    rates,
-)
+from muon.rates import ADAMW, MASTERS, MUON, NEWTON_SCHULZ, STATES, Work, operations, rates
 from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
 
@@ -230,11 +221,12 @@ def _elements(
     for shard in subgroup.shards:
         start, stop = shard.ranges[rank]
         dtype = str(shard.spec.dtype).removeprefix("torch.")
-        is_encoded = bool(shard.spec.encodings)
+        encoded = {state for state, _ in shard.spec.encodings}
+        end = STATES if encoded - {"master"} else MASTERS if encoded else ""
         if stop > start and is_muon:
-            works[MUON_ENCODED if is_encoded else MUON, (1, 1, stop - start), dtype] += 1
+            works[MUON + end, (1, 1, stop - start), dtype] += 1
         elif stop > start:
-            together[ADAMW_ENCODED if is_encoded else ADAMW, dtype] += stop - start
+            together[ADAMW + end, dtype] += stop - start
     for (name, dtype), numel in together.items():
         works[name, (1, 1, numel), dtype] += 1
     return works

@@ -18,9 +18,13 @@ Work = tuple[str, tuple[int, int, int], str]
 """A computation: its name, shape (count, rows, columns) and dtype."""
 
 NEWTON_SCHULZ, MUON, ADAMW = "newton_schulz", "muon_elements", "adamw_elements"
-# With states in fewer bytes, which all count as the fewest: their decoding takes the time.
-MUON_ENCODED, ADAMW_ENCODED = "muon_encoded_elements", "adamw_encoded_elements"
-_FEWEST = {"master": "24bit", "momentum_dtype": torch.int8, "moments_dtype": torch.int8}
+MASTERS, STATES = "_of_encoded_masters", "_of_encoded_states"
+"""Ends of the names of elementwise works: masters are in fewer bytes, or states in 8 bits also."""
+_ENCODINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    MASTERS: {"master": "24bit"},
+    STATES: {"master": "24bit", "momentum_dtype": torch.int8, "moments_dtype": torch.int8},
+}
 
 # (matrices, rows, columns): below 512 rows, square, wide, and a batch.
 _SHAPES = (
@@ -73,9 +77,8 @@ def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
         yield (NEWTON_SCHULZ, shape, _name(dtype)), _rounds(orthogonalize)
     for dtype in (torch.float32, torch.bfloat16):
         for size in _ELEMENTS if is_cpu else _GPU_ELEMENTS:
-            yield from _element_rates(size, dtype, device)
-    for size in _ELEMENTS if is_cpu else _GPU_ELEMENTS:
-        yield from _element_rates(size, torch.bfloat16, device, **_FEWEST)
+            for end in _ENCODINGS if dtype == torch.bfloat16 else ("",):
+                yield from _element_rates(size, dtype, device, end)
 
 
 def operations(work: Work) -> tuple[float, float]:
@@ -90,26 +93,27 @@ def operations(work: Work) -> tuple[float, float]:
     if name == NEWTON_SCHULZ:
         moved = 5.0 * itemsize * count * (4 * rows * columns + 4 * rows**2)
         return float(count * flops((rows, columns))), moved
-    states = {
-        ADAMW: 8.0 + 16.0,
-        ADAMW_ENCODED: 2.0 + 4.0,
-        MUON: 8.0 + 2.0 * itemsize + 4.0,
-        MUON_ENCODED: 2.0 + 2.0 + 4.0,
-    }
-    return 0.0, numel * (states[name] + 3.0 * itemsize)
+    master = 2.0 if name.endswith((MASTERS, STATES)) else 8.0
+    if name.startswith(ADAMW):
+        states = 4.0 if name.endswith(STATES) else 16.0
+    else:
+        states = (2.0 if name.endswith(STATES) else 2.0 * itemsize) + 4.0
+    return 0.0, numel * (master + states + 3.0 * itemsize)
 
 
 def _element_rates(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, **encodings: Any
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, end: str
 ) -> Iterator[tuple[Work, list[float]]]:
     """Measure a step of AdamW, and one of Muon without iterations of Newton-Schulz."""
-    names = (ADAMW_ENCODED, MUON_ENCODED) if encodings else (ADAMW, MUON)
-    for name, algorithm in zip(names, ("adamw", "muon"), strict=True):
+    for name, algorithm in ((ADAMW, "adamw"), (MUON, "muon")):
         parameter = nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
         parameter.grad = torch.randn_like(parameter)
         group = {"params": [("parameter", parameter)], "algorithm": algorithm}
-        optimizer = Muon([group], ns_steps=0, **encodings)
-        yield (name, (1, *shape), _name(dtype)), _rounds(partial(_seconds, optimizer.step, device))
+        optimizer = Muon([group], ns_steps=0, **_ENCODINGS[end])
+        yield (
+            (name + end, (1, *shape), _name(dtype)),
+            _rounds(partial(_seconds, optimizer.step, device)),
+        )
 
 
 def _rounds(one_round: Callable[[], float]) -> list[float]:

@@ -13,7 +13,7 @@ from torch import nn
 from tierstore.compiling import not_compiled
 from tierstore.layout.dtensors import describe_placement, local_tensor
 from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_name
-from tierstore.paging.buffers import BufferPool
+from tierstore.paging.buffers import Buffer, BufferPool
 from tierstore.paging.views import ChunkView
 from tierstore.run.registered import CommittedStep
 from tierstore.store import TierStore
@@ -43,7 +43,8 @@ class AveragedModel:
         every: steps from one update to the next; the same in all of a run.
 
     Raises:
-        ValueError: an argument is out of range, the models differ, or the store has no directory.
+        ValueError: an argument is out of range, the models differ, the store has no directory, or
+            its ``step_on`` is set and the weights are on another device than the averages.
     """
 
     def __init__(
@@ -69,15 +70,25 @@ class AveragedModel:
         self._every = every
         self._weights = _trained(model)
         self._averages = _averages_of(self._weights, averaged)
+        self._elsewhere = frozenset(
+            name
+            for name, average in self._averages.items()
+            if self._weights[name].device != average.device
+        )
+        if self._elsewhere and store.pages.step_on is not None:
+            raise ValueError(
+                "averages on another device than the weights are stepped where they are: leave "
+                "step_on out of their store"
+            )
         _require_same_buffers(model, averaged)
         self._seen = 0  # The last step that update() was called for.
         # What commits keep with the averages: the step of the run that they are of.
         self._kept = kept = {"step": 0, "every": every}
         store.register(averages=kept)
-        # During an update: the weights that are averaged, as gradients; of weights on another
-        # device a tensor of zeros that takes no memory stands for them.
+        # During an update: the weights that are averaged, as gradients. For a weight on another
+        # device than its average, a tensor of zeros stands there that takes no memory.
         self._now = now = dict[str, torch.Tensor]()
-        self._pool: BufferPool | None = None  # Of one buffer, for weights on a GPU.
+        self._staging: Buffer | None = None  # Page-locked, for weights on a GPU.
         parameters = [
             PagedParameter(
                 name=name,
@@ -96,7 +107,7 @@ class AveragedModel:
 
         Call it before the step is committed, so that no commit of the run is ahead of the averages.
         Returns when they are durable. Weights on another device are copied with each page, from a
-        GPU through page-locked memory of the largest piece of a parameter.
+        GPU through page-locked memory of the largest piece of a parameter, beside host_memory.
 
         Args:
             step: the number of steps of the run, as ``optimizer.store.step``.
@@ -136,18 +147,18 @@ class AveragedModel:
         try:
             for name, average in self._averages.items():
                 weight = self._weights[name].detach()
-                if weight.device != average.device:
+                if name in self._elsewhere:
                     weight = average.new_zeros((), dtype=weight.dtype).expand(average.shape)
                 self._now[name] = weight
             with self.store.pages.sweep() as pages:
                 for page in pages:
                     for shard in page.shards:
-                        weight = self._weights[shard.parameter.name].detach()
                         for chunk in shard.chunks:
-                            self._average(chunk, weight, begins=begins)
+                            self._average(shard.parameter.name, chunk, begins=begins)
                 self._kept["step"] = step
         finally:
             self._now.clear()
+            self._staging = None
         self._take_buffers()
 
     def _take_buffers(self) -> None:
@@ -155,25 +166,25 @@ class AveragedModel:
         for name, buffer in _buffers(self.module).items():
             buffer.copy_(buffers[name])
 
-    def _average(self, chunk: ChunkView, weight: torch.Tensor, *, begins: bool) -> None:
+    def _average(self, name: str, chunk: ChunkView, *, begins: bool) -> None:
         now = chunk.grad
         assert now is not None
-        if weight.device != now.device:
-            now = self._brought(chunk.chunk.select(weight), now.device)
+        if name in self._elsewhere:
+            piece = chunk.chunk.select(self._weights[name].detach())
+            now = self._brought(piece, chunk.master.device)
         if begins:
             chunk.master.copy_(now)
         else:
             chunk.master.lerp_(now.to(chunk.master.dtype), 1 - self._decay)
 
     def _brought(self, piece: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a piece of a weight on a device, valid until the next call."""
+        """Return a piece of a weight on the device of its average, valid until the next call."""
         if device.type != "cpu":
             return piece.to(device)
-        if self._pool is None or self._pool.buffer_bytes < piece.nbytes:
-            self._pool = None  # Freed before there is more.
-            self._pool = BufferPool(1, piece.nbytes, page_locked=piece.device)
-            self._staging = self._pool.acquire().tensor
-        staging = self._staging[: piece.nbytes].view(piece.dtype)
+        if self._staging is None or self._staging.tensor.nbytes < piece.nbytes:
+            self._staging = None  # Freed before there is more.
+            self._staging = BufferPool(1, piece.nbytes, page_locked=piece.device).acquire()
+        staging = self._staging.tensor[: piece.nbytes].view(piece.dtype)
         return staging.view(piece.shape).copy_(piece)
 
     def restore(

@@ -244,8 +244,13 @@ class Pages:
         """Return what is where on this rank: "GPU", "host" or "NVMe" -> what -> bytes.
 
         Counted are parameters and gradients, pages with their buffers and files, and copies of
-        gradients and parameters. What takes nothing is left out.
+        gradients and parameters. What takes nothing is left out, and so are gradients that a
+        function gives.
+
+        Raises:
+            StoreClosedError: the store is closed.
         """
+        self._session.usability.require_open()
         return self._session.table.memory()
 
     @property

@@ -367,14 +367,15 @@ def encoded_kernels_for(device: torch.device) -> Any:
     return _checked(name, device, of_states, lambda kernels, device: kernels.agree(device))
 
 
-_problems: dict[str, object] = {}  # Module of kernels -> why it is not used.
+_problems: dict[tuple[str, str], str] = {}  # Device and module of kernels -> why it is not used.
 
 
 def problem_of_kernels(device: torch.device) -> str | None:
     """Return why some steps on a device do without kernels, or None if none does."""
     kernels_for(device)
     encoded_kernels_for(device)
-    return "; ".join(dict.fromkeys(map(str, _problems.values()))) or None
+    found = [text for (where, _), text in _problems.items() if where == str(device)]
+    return "; ".join(dict.fromkeys(found)) or None
 
 
 def _checked(
@@ -393,7 +394,7 @@ def _checked(
         # Triton or a compiler may be absent, or too old for the GPU; nothing native may be built.
         are_equal, problem = False, error
     if not are_equal:
-        _problems[name] = problem
+        _problems[str(device), name] = str(problem).strip().partition("\n")[0]
         logger.warning("%s on %s take more passes over memory: %s", steps, device, problem)
     return kernels if are_equal else None
 

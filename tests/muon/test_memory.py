@@ -61,6 +61,16 @@ def test_on_the_host(options: dict[str, Any], tmp_path: Path) -> None:
     assert f"matrices of Newton-Schulz {matrices / 1024:.1f} KiB" in host
 
 
+def test_before_the_first_step_and_after_the_end() -> None:
+    with tierstore.TierStore(None) as store:
+        optimizer, parameters = optimizer_on(store)
+        assert optimizer.memory() == "nothing is laid out before the first step or restore()"
+        step(optimizer, parameters)
+        assert optimizer.memory().startswith("host ")
+    with pytest.raises(tierstore.StoreClosedError):
+        optimizer.memory()
+
+
 def test_beside_a_gpu(tmp_path: Path) -> None:
     options: dict[str, Any] = {"page_bytes": 4096, "buffers": 3, "device_memory": "128KiB"}
     with (

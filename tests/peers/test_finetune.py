@@ -93,6 +93,7 @@ def finish(files: Path, run: Path) -> tuple[int, dict[int, str]]:
 def test_killed_and_resumed(
     files: Path, finetune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import typer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     began, expected = finish(files, tmp_path / "whole")
@@ -125,9 +126,13 @@ def test_killed_and_resumed(
     assert model(input_ids=tokens, labels=tokens).loss < float(expected[1])
     # A run that is done has nothing left to do, and saves the same model.
     paths = (str(files / "model"), files / "text.txt", tmp_path / "whole")
-    finetune.main(*paths, gpu=24, host_memory="64MiB", steps=STEPS)
+    same = {"gpu": 24, "host_memory": "64MiB", "context": CONTEXT, "batch": BATCH, "steps": STEPS}
+    finetune.main(*paths, **same, lr=0.01)
     assert losses(capsys.readouterr().out) == {}
     assert (whole / "model.safetensors").read_bytes() == weights[0]
+    with pytest.raises(typer.Exit):
+        finetune.main(*paths, **same, lr=0.02)
+    assert "the run began with --lr 0.01, and this call has 0.02" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("use_muon", [False, True])

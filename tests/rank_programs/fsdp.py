@@ -242,6 +242,38 @@ def leaving(
     return [text for text in texts if "set_requires_gradient_sync" in text]
 
 
+class Nested(nn.Module):
+    """A part with a group of its own, whose gradients are reduced before those around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.experts(torch.tanh(self.first(inputs)))
+
+
+def nested(directory: Path) -> list[str]:
+    """Return the warnings of a backward of nested groups."""
+    model = nn.Sequential(Nested(), Nested())
+    for module in (model[0].experts, model[0], model[1].experts, model[1], model):
+        fully_shard(module, mesh=cpu_mesh(2, names=("shard",)))
+    options = STREAMED | {"offload_gradients": "backward"}
+    with (
+        fake_cuda(),
+        tierstore.TierStore(directory, **options) as store,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        optimizer = optimizer_of(model, store)
+        optimizer.restore()
+        for _ in range(2):
+            model(torch.ones(3, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught if "gradient_sync" in str(one.message)]
+
+
 LAYERS, WIDTH = 12, 256
 MATRIX = 4 * WIDTH * WIDTH
 """Bytes of the matrix of a layer in float32."""

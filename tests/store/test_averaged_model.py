@@ -124,6 +124,17 @@ def test_weights_of_a_gpu_come_in_pieces_through_page_locked_memory(
     assert set(locked) == {torch.device("cuda", 0)}
 
 
+def test_averages_that_are_stepped_beside_weights_elsewhere_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    averaged_module = copy.deepcopy(model)
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(OnGpu))
+    with (
+        tierstore.TierStore(tmp_path, step_on="cuda") as store,
+        pytest.raises(ValueError, match="leave step_on out of their store"),
+    ):
+        tierstore.AveragedModel(model, averaged_module, store)
+
+
 def test_a_model_of_which_a_part_is_trained(tmp_path: Path) -> None:
     model = net()
     model[0].requires_grad_(False)

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from tierstore.layout.parameters import PagedParameter
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
 
@@ -38,21 +41,34 @@ def reshard(parameters: Iterable[PagedParameter]) -> None:
             )
 
 
-def unreduced_bytes() -> int:
+def unreduced_bytes(reduced: torch.Tensor) -> int:
     """Return the bytes of gradients that FSDP2 keeps whole, as it does without gradient sync.
 
-    To be called when the first gradients of a backward were reduced. The outermost modules are left
-    out: what they hold themselves is reduced last in any case.
+    To be called when the first gradient of the last backward was reduced: then most of the other
+    groups have gradients of the backwards before. Modules around the first one are left out. In any
+    backward they are reduced after it, and have gradients already.
+
+    Args:
+        reduced: the parameter of this gradient, as the sharded model has it.
     """
-    nbytes = 0
-    for module, group in _parameter_groups():
-        is_root = module._get_fsdp_state()._is_root
-        for member in () if is_root else group.fsdp_params:
+    groups = [(cast("nn.Module", module), group) for module, group in _parameter_groups()]
+    first = {
+        module
+        for module, group in groups
+        if any(member.sharded_param is reduced for member in group.fsdp_params)
+    }
+    others = [group for module, group in groups if first.isdisjoint(module.modules())]
+    nbytes = holding = 0
+    for group in others:
+        own = 0
+        for member in group.fsdp_params:
             # There, or in the dtype that is reduced, if that is another one.
             gathered = getattr(member, "_unsharded_param", None)  # Not before the first forward.
             kept = [member.unsharded_accumulated_grad, getattr(gathered, "grad", None)]
-            nbytes += sum(gradient.nbytes for gradient in kept if gradient is not None)
-    return nbytes
+            own += sum(gradient.nbytes for gradient in kept if gradient is not None)
+        nbytes += own
+        holding += own > 0
+    return nbytes if 2 * holding > len(others) else 0
 
 
 def _parameter_groups() -> Iterator[tuple[FSDPModule, Any]]:

@@ -170,7 +170,7 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
         return left.norms[order]
     if order != math.inf:
         left.refuse("a norm after a product", "clip once for each step")
-    return left.norms[order] * left.factor.abs()  # Of the rounded products, too.
+    return left.norms[order] * left.factor.abs()  # Also of the rounded products.
 
 
 def _gradients(arguments: Sequence[Any]) -> Iterator[HostGradient]:
@@ -267,18 +267,18 @@ class HostGradients:
         self._leave(left, own)
         stand_in = HostGradient(left, own)
         if is_dtensor(gradient):
-            self._warn_of_unreduced()
+            self._warn_of_unreduced(parameter.tensor)
             # FSDP2 adds the next gradient to this tensor.
             cast("Any", gradient)._local_tensor = stand_in
         else:
             parameter.tensor.grad = stand_in
 
-    def _warn_of_unreduced(self) -> None:
-        """Warn, once, if FSDP2 keeps gradients of other groups that it has not reduced."""
+    def _warn_of_unreduced(self, reduced: torch.Tensor) -> None:
+        """Warn, once, if FSDP2 keeps gradients that it has not reduced, unlike this one."""
         if not self._looks:
             return
         self._looks = False
-        if nbytes := unreduced_bytes():
+        if nbytes := unreduced_bytes(reduced):
             self._warned = True
             warnings.warn(
                 f"FSDP2 keeps {format_bytes(nbytes)} of gradients on the GPU until the last "

@@ -83,6 +83,8 @@ class PageTable:
         """Parameter name -> spec when the parameter was attached."""
         self.all_pages: list[Page] = []
         """This rank's page of every subgroup, in order; some may be empty."""
+        self.swept: list[Page] = []
+        """The same in the order of a sweep."""
         self.layout_groups: list[list[ParameterSpec]] = []
         """Specs of the parameters of each group when it was attached."""
         self.group_count_min = 0
@@ -114,11 +116,6 @@ class PageTable:
         return [page for page in self.all_pages if not page.is_empty]
 
     @property
-    def swept(self) -> list[Page]:
-        """The pages of ``all_pages`` in the order of a sweep."""
-        return _swept(self.all_pages)
-
-    @property
     def layouts(self) -> list[PageLayout]:
         """The layouts of all pages that are not empty, in order."""
         return [page.layout for page in self.pages]
@@ -142,12 +139,13 @@ class PageTable:
         found: dict[str, Counter[str]] = {place: Counter() for place in ("GPU", "host", "NVMe")}
         for parameter in self.parameters:
             found[parameters]["parameters"] += local_tensor(parameter.tensor).nbytes
-            own = None if parameter.grad is None else local_tensor(parameter.grad)
+            gradient = parameter.tensor.grad if parameter.gradient is None else None
+            own = None if gradient is None else local_tensor(gradient)
             if own is not None and not isinstance(own, HostGradient):
                 found[parameters]["gradients"] += own.nbytes
         left = self._offloaded(self.pages, places)
         found["host"]["gradients that leave"] = gradients_bytes(left, places.gradient_dtype)
-        found[step]["gradients and parameters of pages in a step"] = self.sources.nbytes
+        found[step]["copies of gradients and parameters"] = self.sources.nbytes
         found["GPU"]["pages in a step"] = self.pager.staging_bytes
         found["host"]["buffers of pages"] = self.pager.pool_bytes
         for page in self.pages:
@@ -183,6 +181,7 @@ class PageTable:
         self.groups += groups
         self.layout_groups += [[specs[member.name] for member in g.parameters] for g in groups]
         self.all_pages += pages
+        self.swept = _swept(self.all_pages)
         self.specs |= specs
         if self.usability.awaits_restore:
             self.group_count_min = len(self.groups)

@@ -115,7 +115,7 @@ def have_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> None:
 
 def test_a_gpu_with_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have_gpu(monkeypatch, tmp_path, "16, 16")
-    monkeypatch.setattr(MuonPlan, "problem", lambda plan, device: None)
+    monkeypatch.delattr(MuonPlan, "problem")  # As a class of another package.
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     code, out, _ = call("doctor")
     assert code == 0

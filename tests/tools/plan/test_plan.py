@@ -274,13 +274,15 @@ def test_8b_on_a_gpu_of_24_gb(algorithm: str) -> None:
     job = Job(gpus=1, gpu_memory=24 * 2**30, host_memory=128 * 2**30, drives=drives)
     rates = assumed_rates(drives, on_gpu=True)
 
-    def needs(**options: Any) -> tuple[dict[str, Any], str | None]:
-        store = StoreOptions(host_memory=64 * 2**30, **options)
+    def needs(gib: int = 64, **options: Any) -> tuple[dict[str, Any], str | None]:
+        store = StoreOptions(host_memory=gib * 2**30, **options)
         found = plan(model, replace(job, store=store), rates, algorithm=algorithm)
         return {need.place: need for need in found.needs}, found.remedy
 
     (stay, remedy), (leave, _) = needs(), needs(offload_gradients="backward")
     assert remedy == 'offload_gradients="backward"'
+    _, remedy = needs(8)
+    assert remedy == "offload_gradients=\"backward\" and host_memory='23.0 GiB' for each store"
     parameters, largest = 2 * 8_030_261_248, 2 * 128_256 * 4096
     assert not stay["GPU"].fits
     assert leave["GPU"].fits
@@ -292,6 +294,12 @@ def test_8b_on_a_gpu_of_24_gb(algorithm: str) -> None:
     assert leave["host"].parts["copies of gradients and parameters"] == parameters
     # Slabs with the gradients of four pages.
     assert leave["GPU"].parts["pages on the device"] > stay["GPU"].parts["pages on the device"]
+
+
+def test_gradients_that_ddp_reduces_do_not_leave() -> None:
+    store = StoreOptions(offload_gradients="backward")
+    with pytest.raises(PlanError, match="DDP reduces them later: plan with fsdp or hsdp"):
+        Job(gpus=2, partition="ddp", store=store)
 
 
 @pytest.mark.parametrize("partition", ["ddp", "fsdp", "hsdp"])

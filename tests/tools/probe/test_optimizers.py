@@ -68,5 +68,9 @@ def test_muon_measures_several_kinds_of_shapes() -> None:
     works, dtypes = ("adamw_elements", "muon_elements"), ("float32", "bfloat16")
     assert elementwise == {
         *((work, dtype) for work in works for dtype in dtypes),
-        *((f"{rule}_encoded_elements", "bfloat16") for rule in ("adamw", "muon")),
+        *(
+            (f"{work}_of_encoded_{kind}", "bfloat16")
+            for work in works
+            for kind in ("masters", "states")
+        ),
     }

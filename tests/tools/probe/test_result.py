@@ -124,7 +124,7 @@ def changed(way: tuple[Any, ...], value: Any) -> str:
 @given(PROBES)
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_json_gives_the_same_probe(probe: Probe) -> None:
-    assert json.loads(probe.to_json())["format"] == 1
+    assert json.loads(probe.to_json())["format"] == 2
     assert Probe.from_json(probe.to_json()) == probe
 
 
@@ -149,7 +149,7 @@ def test_a_changed_value_is_refused_or_kept(way: tuple[Any, ...], value: Any) ->
 @pytest.mark.parametrize(
     ("way", "value", "message"),
     [
-        (("format",), 2, "'format' is not 1"),
+        (("format",), 1, "'format' is not 2"),
         (("machine", "cores"), -1, r"'machine\.cores' is not a count"),
         (("machine", "cores"), True, r"'machine\.cores' is not a count"),
         (("machine", "host"), None, r"'machine\.host' is not a text"),

@@ -100,6 +100,11 @@ class Footprint:
         return list(zip(_present(self.layouts), self.placement.tiers, strict=True))
 
     @property
+    def resting_bytes(self) -> int:
+        """Bytes of the pages that rest in host memory."""
+        return sum(layout.nbytes for layout, tier in self.pages if tier is Tier.HOST)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of all pages, with framing and padding."""
         return sum(layout.nbytes for layout in self.layouts)

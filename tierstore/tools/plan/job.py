@@ -81,6 +81,11 @@ class Job:
                 f"a node with {self.gpus} GPUs has a rank on each of them, so cpu_ranks must be "
                 f"left out, got {self.cpu_ranks}"
             )
+        if self.offloads and self.partition == "ddp" and self.world_size > 1:
+            raise PlanError(
+                "offload_gradients takes gradients that are reduced in backward, and DDP reduces "
+                "them later: plan with fsdp or hsdp, or leave offload_gradients out"
+            )
         if self.world_size > RANKS_MAX:
             raise PlanError(f"{self.world_size} ranks are more than {RANKS_MAX}: plan fewer nodes")
         if self.model_s is None and (self.tokens is None) != (self.flops is None):

@@ -237,11 +237,9 @@ class _Planner:
             yield self._change(
                 "one more drive in each node", replace(job, drives=drives), algorithm, faster
             )
-        buffers = max(
-            one.footprint.placement.buffers * one.footprint.placement.buffer_bytes
-            for one in ranks.classes
-        )
-        nbytes = buffers + ranks.most("state_bytes") // 2
+        # Buffers, and gradients and parameters.
+        others = ranks.most("host_bytes") - ranks.most("resting_bytes")
+        nbytes = others + ranks.most("state_bytes") // 2
         store = replace(job.store, host_memory=nbytes, buffers=None)
         if nbytes > ranks.most("host_bytes"):
             text = f"half of the pages in host memory ({format_bytes(nbytes)} for each rank)"
@@ -286,7 +284,14 @@ class _Planner:
         if "GPU" in exceeded and job.partition == "ddp" and job.world_size > 1:
             yield "FSDP instead of DDP", lambda j: replace(j, partition="fsdp")
         elif "GPU" in exceeded and not job.offloads:
-            yield 'offload_gradients="backward"', partial(_with_store, offload_gradients="backward")
+            text, leave = (
+                'offload_gradients="backward"',
+                partial(_with_store, offload_gradients="backward"),
+            )
+            yield text, leave
+            nbytes = store.host_memory + model_parts(job, self.model)["parameters"]
+            text += f" and host_memory={format_bytes(nbytes)!r} for each store"
+            yield text, partial(leave, host_memory=nbytes)
         if "host" in exceeded:
             for share in (2, 4, 8):
                 size = store.host_memory // share

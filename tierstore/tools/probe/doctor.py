@@ -27,6 +27,7 @@ _NETWORK = re.compile(
 )
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CAP_IPC_LOCK = 14
+_SMI_SECONDS_MAX = 20
 
 
 class Health(enum.Enum):
@@ -90,7 +91,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding(
             "packages",
             Health.SLOW,
-            f"{names} has a module muon, too: whichever is installed last replaces the other",
+            f"{names} also has a module muon: whichever is installed last replaces the other",
             again,
         )
 
@@ -153,7 +154,11 @@ def _gpu() -> Iterator[Finding]:
 def _kernels(device: torch.device) -> Finding:
     """Try the kernels of the installed optimizers."""
     try:
-        named = {name: one.problem(device) for name, one in load_optimizers().items()}
+        # Classes of other packages may have no such method.
+        named = {
+            name: getattr(one, "problem", lambda device: None)(device)
+            for name, one in load_optimizers().items()
+        }
     except PlanError as error:
         return Finding("kernels", Health.BAD, str(error), "mend what the message names")
     found = [f"{name}: {problem}" for name, problem in named.items() if problem is not None]
@@ -175,7 +180,7 @@ def _page_locking(device: torch.device) -> Finding:
         Health.SLOW,
         "CUDA does not page-lock page buffers: copies between host and GPU are slower, and do not "
         "overlap with steps",
-        "ulimit -l unlimited; in a container --ulimit memlock=-1",
+        "look up the CUDA error in the warning above; the limit of locked memory may be too low",
     )
 
 
@@ -190,9 +195,10 @@ def _buses() -> Iterator[Finding]:
             ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
+            timeout=_SMI_SECONDS_MAX,
             check=False,
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return
     for number, lanes, most in re.findall(r"^(\d+), (\d+), (\d+)$", done.stdout, re.MULTILINE):
         subject, is_full = f"bus of GPU {number}", int(lanes) >= int(most)

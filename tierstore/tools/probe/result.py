@@ -13,7 +13,7 @@ from typing import Any
 from tierstore.errors import PlanError
 from tierstore.run.sealed import parse_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Probe:
     compute: Compute
 
     def to_json(self) -> str:
-        """Return one line of JSON, with ``"format": 1``."""
+        """Return one line of JSON, with ``"format": 2``."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, allow_nan=False)
 
     @classmethod
