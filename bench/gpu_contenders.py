@@ -37,7 +37,7 @@ import tierstore
 SEQUENCE = 4096
 """Tokens of a sequence, or fewer if a micro-batch has fewer."""
 LOGIT_TOKENS = 2048
-"""Tokens of which logits are in memory at a time."""
+"""Tokens whose logits are in memory at a time."""
 MUON_LR, ADAMW_LR = 0.02, 3e-4
 NVME_MEMORY = 8 * GIB
 """Host memory for the pages of a store with a directory."""
@@ -85,7 +85,7 @@ class Job:
     directory: Path
     """An empty folder on the disk to use."""
     trace: Path | None = None
-    """Where to write a profiler trace of one more step."""
+    """File for a profiler trace of one more step."""
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class Measured:
     host_gib: float
     """Most memory of the process, without mapped files."""
     taken_gib: float
-    """What the machine's available memory fell by, with page-locked memory of the driver. Includes
+    """Decrease of the machine's available memory, with page-locked memory of the driver. Includes
     what other programs have taken meanwhile."""
     losses: list[float]
     """Of each step, also of the first."""

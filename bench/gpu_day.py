@@ -39,7 +39,7 @@ ROUNDS = 5
 
 
 class Part(StrEnum):
-    """What one call does."""
+    """The work of one call."""
 
     TESTS = "tests"
     COPIES = "copies"
@@ -86,20 +86,20 @@ class Row:
 
     name: str
     error: str | None = None
-    """Why there is no result; None: there is one."""
+    """Reason of a lacking result; None: there is a result."""
     seconds: float = 0.0
-    """What the task took, with the start of its process."""
+    """Duration of the task, with the start of its process."""
     result: Result | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Whether contenders of ours with one rule have the same losses, bit for bit."""
+    """Comparison of the losses of contenders of ours with one rule, bit for bit."""
 
     rule: str
     contenders: list[str]
     differing: list[str]
-    """Those whose losses differ from the losses of the first."""
+    """Contenders whose losses differ from the losses of the first."""
 
 
 class Failed(Exception):  # noqa: N818

@@ -37,7 +37,7 @@ LOSS_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What a GPU of one size has room for. The result of a step depends on it by rounding only."""
+    """Choices for a GPU of one size. The result of a step depends on it by rounding only."""
 
     offload_gradients: str | None
     """``offload_gradients`` of the store. "backward": gradients are in host memory."""

@@ -1,4 +1,4 @@
-"""What an optimizer and its store keep in each memory, as text."""
+"""The memory of an optimizer and its store, as text."""
 
 from __future__ import annotations
 

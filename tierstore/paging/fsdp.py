@@ -1,4 +1,4 @@
-"""What FSDP2 keeps beside the parameters: gathered copies, and gradients that are not reduced."""
+"""Tensors of FSDP2 beside the parameters: gathered copies, and gradients that are not reduced."""
 
 from __future__ import annotations
 
