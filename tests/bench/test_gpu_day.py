@@ -156,6 +156,7 @@ def test_time_is_kept_and_errors_are_rows(day: ModuleType, monkeypatch: pytest.M
     assert written == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_a_training_is_stopped_at_the_end_of_the_time(tmp_path: Path) -> None:
     names = ("--only", "host", "--only", "torch")
     report, printed = run_part(tmp_path, "steps", *names, "--seconds", "0.3")

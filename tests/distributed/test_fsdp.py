@@ -27,7 +27,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         ("fp32", {"step_on": "cpu", "free_gradients": True}),
         ("bf16", {}),
         ("offloaded", {"free_gradients": True}),
-        ("offloaded", {"step_on": "cuda"}),
         ("kept", {}),
     ],
 )
@@ -36,6 +35,13 @@ def test_fsdp_gets_what_one_process_gets_of_its_gradients(
 ) -> None:
     """Parameters of which some ranks have no rows; clipped and accumulated gradients."""
     pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
+
+
+@pytest.mark.long
+def test_parameters_that_fsdp_has_on_the_host_are_stepped_on_a_gpu(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(3, "tests.rank_programs.fsdp:train", "offloaded", tmp_path, {"step_on": "cuda"})
 
 
 @pytest.mark.quick(2)
@@ -57,6 +63,7 @@ def test_gradients_that_leave_during_backward(
     assert found == [[]] * math.prod(shape)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("settings", ["fp32", "bf16"])
 def test_gradients_that_are_reduced_in_the_last_backward(
     settings: str, pool: RankPool, tmp_path: Path
@@ -70,6 +77,7 @@ def test_nested_groups_are_no_reason_for_a_warning(pool: RankPool, tmp_path: Pat
     assert pool.run(2, "tests.rank_programs.fsdp:nested", tmp_path) == [[], []]
 
 
+@pytest.mark.long
 def test_gradients_that_leave_are_not_on_the_device_together(
     pool: RankPool, tmp_path: Path
 ) -> None:
