@@ -281,11 +281,10 @@ def _iterate_on_gram(
         together = table[done : done + (2 if done else 3)]
         if columns < 2 * rows or any(abs(a) > _STEEPEST for a, _, _ in together):
             together = together[:1]
-        gram = (
-            wide @ wide.T if is_fixed else _symmetric_addmm(None, wide, wide.T)
-        )  # (rows, rows): A
-        is_alone = len(together) == 1
-        scale, rest = _polynomial(gram, together[0], is_fixed, centred=not is_alone)  # (rows, rows)
+        # (rows, rows): A
+        gram = wide @ wide.T if is_fixed else _symmetric_addmm(None, wide, wide.T)
+        is_centred = len(together) > 1
+        scale, rest = _polynomial(gram, together[0], is_fixed, centred=is_centred)  # (rows, rows)
         total, product = scale, rest  # (rows, rows): Q = total I + product
         for coefficients in together[1:]:
             half = addmm(gram, rest, gram, beta=scale)  # (rows, rows): P A

@@ -42,7 +42,8 @@ class Pager:
         self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
         self._device: Device = Device()  # Pages are stepped there.
         self._staging: deque[DeviceBuffer] = deque()  # For pages that do not rest on the device.
-        self._staging_bytes = 0
+        self.staging_bytes = 0
+        """Bytes of these buffers on the device."""
         self._early: list[Page] = []  # Read ahead of a sweep that has not begun.
         self._writing: dict[Page, PageWrite] = {}  # Oldest first.
         self.stall_seconds = 0.0
@@ -149,11 +150,6 @@ class Pager:
         return math.prod(self._pool_shape)
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of the buffers on the device for pages that do not rest there."""
-        return self._staging_bytes
-
-    @property
     def held_max(self) -> int | None:
         """Most pages that may be held at once; None for any number."""
         if not self._pool.count:
@@ -165,7 +161,7 @@ class Pager:
         """Allocate buffers on the device that pages are stepped on from now on."""
         self._device = device
         self._staging.clear()
-        self._staging_bytes = count * nbytes
+        self.staging_bytes = count * nbytes
         for _ in range(count):
             self._staging.append(device.allocate(nbytes))
 
