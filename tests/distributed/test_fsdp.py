@@ -81,7 +81,7 @@ def test_nested_groups_are_no_reason_for_a_warning(pool: RankPool, tmp_path: Pat
 def test_gradients_that_leave_are_not_on_the_device_together(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """Those of two layers and the buffers of two reductions are: 4.2 matrices were counted.
+    """Gradients of two layers and buffers of two reductions are: 4.2 matrices were counted.
 
     On one rank: with several, threads of gloo free buffers at any time.
     """

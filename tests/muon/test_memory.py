@@ -1,4 +1,4 @@
-"""What is where: the same as counters of the store, sizes of files and of tensors."""
+"""Memory by place: the same as counters of the store, sizes of files and of tensors."""
 
 from __future__ import annotations
 

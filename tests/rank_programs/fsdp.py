@@ -288,7 +288,7 @@ def step_once(model: nn.Module, optimizer: muon.Muon, inputs: torch.Tensor) -> N
 def peaks(directory: Path) -> tuple[int, int]:
     """Return the most bytes of a training step in torch's allocator, which is the device here.
 
-    With gradients that stay, and with gradients that leave, of which one is on its way at most.
+    The first number is of gradients that stay, the second of gradients that leave one by one.
     """
     found = []
     for options in ({}, {"offload_gradients": "backward"}):

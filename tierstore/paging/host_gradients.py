@@ -191,7 +191,7 @@ class HostGradients:
 
     Args:
         device: the GPU of the gradients.
-        parameters: those of the pages of this rank.
+        parameters: the parameters of the pages of this rank.
         dtype: of the places; None: the dtype of each parameter.
     """
 
@@ -212,8 +212,7 @@ class HostGradients:
             memory = memory[align_up(nbytes, _ALIGNMENT) :]
         self._hooks: dict[str, Any] = {}
         self._add_hooks()
-        # Whether to look for gradients that FSDP2 keeps: once in a step, until a warning.
-        self._looks, self._warned = True, False
+        self._looks = True  # For gradients that FSDP2 keeps, in the first backward alone.
 
     def are_of(self, parameters: Sequence[PagedParameter]) -> bool:
         """Return whether these are the parameters."""
@@ -228,7 +227,6 @@ class HostGradients:
         self._add_hooks()
         for parameter in self._parameters:
             self._take(parameter)
-        self._looks = not self._warned
 
     def close(self) -> None:
         """Leave gradients where they are from now on; block until no copy is in flight."""
@@ -274,12 +272,11 @@ class HostGradients:
             parameter.tensor.grad = stand_in
 
     def _warn_of_unreduced(self, reduced: torch.Tensor) -> None:
-        """Warn, once, if FSDP2 keeps gradients that it has not reduced, unlike this one."""
+        """Warn if FSDP2 keeps gradients that it has not reduced, unlike this one."""
         if not self._looks:
             return
         self._looks = False
         if nbytes := unreduced_bytes(reduced):
-            self._warned = True
             warnings.warn(
                 f"FSDP2 keeps {format_bytes(nbytes)} of gradients on the GPU until the last "
                 "backward of a step, since set_requires_gradient_sync(False) was called: "

@@ -102,7 +102,7 @@ def test_a_module_muon_that_hides_the_optimizer(
 
 
 def have_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path, lanes: str) -> None:
-    """Let this machine have a GPU of which nvidia-smi shows these lanes."""
+    """Let this machine have a GPU. Its nvidia-smi shows these lanes."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '0, {lanes}'\n")
     program.chmod(0o755)
