@@ -1,13 +1,12 @@
-"""Checks of hyperparameters and of saved states."""
+"""Checks of hyperparameters, also of those that are loaded."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
-
-import torch
 
 import tierstore
 from muon import normuon
@@ -22,6 +21,7 @@ from muon.keys import (
     Key,
     UnfitError,
     form,
+    loaded,
     not_loaded,
     with_dtypes,
 )
@@ -161,6 +161,30 @@ def check_in_checkpoint(group: Mapping[str, Any], saved: Mapping[str, Any], numb
     tierstore.pages.refuse_other_rule(saved, group["algorithm"], where)
 
 
+def loaded_from(group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the hyperparameters that a group of a state dict gives a group.
+
+    Raises:
+        ValueError: the saved group is for another algorithm, or has a bad value.
+    """
+    choice = ("algorithm", "use_muon")
+    keys = {key: saved[key] for key in choice if saved.get(key) is not None}
+    expected = group.get("algorithm")
+    algorithm = algorithm_of(keys, number, is_saved=True) if keys else expected
+    if algorithm != expected:
+        raise ValueError(
+            f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
+            f"group is for {expected!r}"
+        )
+    # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
+    hyperparameters = with_dtypes(deepcopy(loaded(group, saved)))
+    check_loaded(group, {**group, **hyperparameters}, number)
+    told = saved.keys() - {"params", "param_names"}
+    if expected is not None and told:  # Without a key, only states are loaded.
+        tierstore.pages.refuse_other_rule(saved, expected, f"group {number} of the state dict")
+    return hyperparameters
+
+
 def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:
     """Check that the matrices that a Muon group declares, and their blocks, fit a parameter.
 
@@ -191,31 +215,3 @@ def _meant(key: object) -> str | None:
     close = difflib.get_close_matches(lower, KEYS, n=1, cutoff=_RESEMBLANCE_MIN)
     extended = lower not in close and any(f"_{known}_" in f"_{lower}_" for known in close)
     return None if extended or not close else close[0]
-
-
-def check_saved(
-    saved: Mapping[str, Any], parameter: tierstore.pages.PagedParameter, *, has_step: bool
-) -> None:
-    """Check that a state dict has either all states of a parameter or none, and no unknown state.
-
-    The master may be missing, because state dicts of torch.optim have none.
-
-    Raises:
-        ValueError: names the parameter.
-    """
-    expected = {*parameter.states, *(("step",) if has_step else ())}
-    if saved and saved.keys() - {"master"} != expected:
-        raise ValueError(
-            f"the state dict has {sorted(saved)} for parameter {parameter.name!r}, expected "
-            f"{sorted(expected)}"
-        )
-    for state, value in saved.items():
-        if isinstance(value, torch.Tensor):
-            fits = state != "step" or value.numel() == 1
-        else:
-            fits = state == "step" and isinstance(value, int | float)
-        if not fits:
-            raise ValueError(
-                f"{state!r} of parameter {parameter.name!r} must be a tensor of the parameter's "
-                f"shape, or one number for a step; got a {type(value).__name__}"
-            )

@@ -1,4 +1,4 @@
-"""The memory of an optimizer and its store, as text."""
+"""The memory that Newton-Schulz of an optimizer takes."""
 
 from __future__ import annotations
 
@@ -11,31 +11,7 @@ from muon.matrices import declared, matrices_of
 from muon.pipeline import compute_device
 
 
-def memory_text(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each memory, with its parts, the largest first.
-
-    Args:
-        store: keeps the states.
-        groups: all param groups.
-    """
-    found = store.pages.memory()
-    if not store.pages.group_count:
-        return "nothing is laid out before the first step or restore()"
-    for place, nbytes in _matrix_bytes(store, groups).items():
-        found[place]["matrices of Newton-Schulz"] = nbytes
-    lines = []
-    for place, parts in found.items():
-        if parts:
-            ordered = sorted(parts.items(), key=lambda part: -part[1])
-            texts = [f"{what} {tierstore.pages.format_bytes(size)}" for what, size in ordered]
-            total = tierstore.pages.format_bytes(sum(parts.values()))
-            lines.append(f"{place} {total}: {', '.join(texts)}")
-    return "\n".join(lines)
-
-
-def _matrix_bytes(
-    store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]
-) -> dict[str, int]:
+def matrix_bytes(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the bytes that Newton-Schulz of the largest batch takes, where it is computed."""
     found: dict[str, int] = {}
     for group in groups:

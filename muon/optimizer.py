@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,39 +11,37 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz, normuon
-from muon.advice import (
-    scheduled_keys,
-    warn_of_other_rates,
-    warn_of_other_values,
-    warn_of_slow_bfloat16,
-)
-from muon.attached import AttachedGroups
+from muon.advice import warn_of_slow_bfloat16
 from muon.blocks import at_step
 from muon.checks import (
     algorithm_of,
     check_hyperparameters,
     check_in_checkpoint,
     check_matrices,
+    loaded_from,
 )
 from muon.coefficients import Coefficients
 from muon.encoded import encodings_of, moments_dtype, momentum_dtype
 from muon.hooks import UpdateHook
-from muon.keys import DEFAULTS, KEYS, defaults, not_loaded, of_arguments, with_dtypes, with_numbers
+from muon.keys import (
+    DEFAULTS,
+    KEYS,
+    defaults,
+    form,
+    not_loaded,
+    of_arguments,
+    with_dtypes,
+    with_numbers,
+)
 from muon.matrices import Declaration, declared, matrices_of, unit_of
-from muon.memory import memory_text
-from muon.modes import without_callers_modes
-from muon.param_groups import cycle_betas, drop_duplicates
+from muon.memory import matrix_bytes
+from muon.param_groups import cycle_betas
 from muon.pipeline import Pipeline, compute_device
 from muon.qk_clip import QKClip, Scale, largest
 from muon.rules import Extras
-from muon.state import PagedState
-from muon.state_dicts import check_keys, match, pack
-
-# A copy of an optimizer gets its own; torch.optim copies no hooks either.
-_NOT_COPIED = ("store", "step", "_attached", "_pipeline", "_state")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(tierstore.PagedOptimizer):
     """Muon for matrices, and AdamW for groups with ``algorithm="adamw"``.
 
     Arguments have the meanings and defaults of ``torch.optim.Muon``, but a step refuses gradients
@@ -148,53 +142,25 @@ class Muon(torch.optim.Optimizer):
         missing: str = "zeros",
     ) -> None:
         given = {"algorithm": "muon", **of_arguments(locals())}
-        if partition not in ("auto", "by_parameter", "flat"):
-            raise ValueError(
-                f"partition must be 'auto', 'by_parameter' or 'flat', got {partition!r}"
-            )
-        if nonfinite not in ("raise", "skip", "allow"):
-            raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
-        if missing not in ("zeros", "raise"):
-            raise ValueError(f"missing must be 'zeros' or 'raise', got {missing!r}")
-        self._gradient_rules = {"nonfinite": nonfinite, "missing": missing}
         if isinstance(hooks, UpdateHook) or not all(isinstance(h, UpdateHook) for h in hooks):
             raise ValueError(f"hooks must be a sequence of muon.UpdateHook, got {hooks!r}")
         if not isinstance(qk_clip, QKClip | None):
             raise ValueError(f"qk_clip must be a muon.QKClip, got {qk_clip!r}")
         self._hooks = tuple(hooks)
         self._qk_clip = qk_clip
-        if gradient is not None and not callable(gradient):
-            raise ValueError(f"gradient must be a function of a parameter, got {gradient!r}")
-        self._gradient = gradient
-        self._owns_store = store is None
         self._gather_memory = tierstore.pages.parse_bytes(gather_memory)
-        self._partition = None if partition == "auto" else partition
-        self._use_store(tierstore.TierStore(None) if store is None else store)
-        self._prefetches = store is not None
-        self._prefetched = False
-        self._reads_hook: weakref.finalize[..., Any] | None = None  # Removes the hook.
         self._may_be_slow = True
-        self._restored_rates: list[float] = []  # Of each attached group, until the next step.
-        # The names in the groups so far, until all groups of the constructor are added: collecting
-        # them anew for every group would take seconds with thousands of groups.
-        self._new_names: set[str] | None = set()
-        super().__init__(params, given)
-        self._new_names = None
-
-    @property  # type: ignore[override]
-    def state(self) -> PagedState:
-        """The states, as a mapping over the pages; see PagedState.
-
-        Assignment replaces the states of all parameters, as ``optimizer.state = {}`` does in
-        ``torch.optim``.
-        """
-        return self._state
-
-    @state.setter
-    def state(self, values: Mapping[Any, Any]) -> None:
-        # The constructor of torch.optim assigns an empty mapping before there are groups.
-        if values is not self._state and "param_groups" in self.__dict__:
-            self._state.replace(values)
+        self._qk_logits: Mapping[str, Sequence[float] | torch.Tensor] | None = None
+        self._scales: dict[str, list[Scale]] = {}
+        super().__init__(
+            params,
+            given,
+            store=store,
+            partition=partition,
+            gradient=gradient,
+            nonfinite=nonfinite,
+            missing=missing,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
@@ -203,31 +169,11 @@ class Muon(torch.optim.Optimizer):
             TypeError: the group is not a dict, or has something else than tensors.
             ValueError: as in the constructor. The optimizer is unchanged.
         """
-        if not isinstance(param_group, dict):
-            raise TypeError(f"a param group must be a dict, got {param_group!r}")
-        if isinstance(param_group["params"], Iterator):  # Which can be read once.
-            param_group["params"] = list(param_group["params"])
-        if self._new_names is None and self._is_cycled_without_muon(param_group):
-            raise ValueError(
-                "the Muon group has the key max_momentum, and its scheduler cycles betas, which "
-                "Muon groups do not have: make OneCycleLR after the first Muon group is added, or "
-                "with cycle_momentum=False"
-            )
-        # As in torch.optim, the dict is the group and gets the keys that it lacks.
-        count, given = len(self.param_groups), dict(param_group)
-        try:
-            self._fill_group(param_group, count)
-        except BaseException:
-            del self.param_groups[count:]
-            param_group.clear()
-            param_group.update(given)
-            raise
-        if self._attached.groups:
-            self._attached.expect(param_group)
+        super().add_param_group(param_group)
         # Schedulers find here whether they cycle the betas of all groups or their momentum.
         if param_group["algorithm"] == "muon":
             self.defaults.pop("betas", None)
-        elif count == 0:
+        elif len(self.param_groups) == 1:
             self.defaults["betas"] = KEYS["betas"].defaults["adamw"]
 
     def _is_cycled_without_muon(self, group: Mapping[str, Any]) -> bool:
@@ -238,22 +184,25 @@ class Muon(torch.optim.Optimizer):
         is_muon = algorithm_of(group, len(self.param_groups)) == "muon"
         return cycles_betas and is_muon and "max_momentum" in group
 
-    def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
-        """Append a group to ``param_groups`` with all its keys, and check it."""
+    def fill_group(self, param_group: dict[str, Any], number: int) -> None:
+        """Append a group to ``param_groups`` with all its keys."""
+        if self._new_names is None and self._is_cycled_without_muon(param_group):
+            raise ValueError(
+                "the Muon group has the key max_momentum, and its scheduler cycles betas, which "
+                "Muon groups do not have: make OneCycleLR after the first Muon group is added, or "
+                "with cycle_momentum=False"
+            )
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
         for name, value in defaults(algorithm, self.defaults).items():
             param_group.setdefault(name, value)
         others = self.defaults.keys() - param_group.keys()
-        super().add_param_group(param_group)  # Which takes all defaults, of both algorithms.
-        for name in others:
+        super().fill_group(param_group, number)
+        for name in others:  # torch.optim adds all defaults, of both algorithms.
             del param_group[name]
-        drop_duplicates(param_group)  # torch.optim has warned of them.
-        measured = param_group.get("ns_dtype") == "auto"
-        if measured:
+        if param_group.get("ns_dtype") == "auto":
             param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
-        check_hyperparameters(param_group, number)
-        self._check_parameters([number])
-        if measured:
+            check_hyperparameters(param_group, number)
+            self._check_matrices(number)
             param_group["ns_dtype"] = self._fastest_ns_dtype(
                 param_group["params"], declared(param_group)
             )
@@ -262,13 +211,6 @@ class Muon(torch.optim.Optimizer):
     def bytes_exchanged(self) -> int:
         """Bytes of matrices and updates that this rank has sent to other ranks."""
         return self._pipeline.bytes_sent
-
-    @tierstore.pages.not_compiled
-    def prefetch(self) -> None:
-        """Start reading the state that the next step needs first; see Pages.prefetch()."""
-        if self._attached.groups:  # Before the first step there is no state.
-            self._prefetched = True
-            self.store.pages.prefetch()
 
     @tierstore.pages.not_compiled
     @torch.no_grad()
@@ -306,69 +248,48 @@ class Muon(torch.optim.Optimizer):
                 committed one; or this is the first step, and the CPU that computes it is slow in
                 bfloat16.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._qk_logits = qk_logits  # The closure may fill it.
+        try:
+            return super().step(closure)
+        finally:
+            self._qk_logits = None
+
+    @property
+    def window(self) -> int:
+        """Number of pages that are stepped at once."""
+        return self.store.pages.window_max
+
+    def prepare_groups(self) -> None:
+        """Bring param groups into order that a scheduler has written to."""
         cycle_betas(self.param_groups)
-        with without_callers_modes(), self.store.pages.calling("step()"):
-            self._attach_groups()
-            for number, group in enumerate(self.param_groups):
-                check_hyperparameters(group, number)
-                if group.get("block_grid") is not None:  # It may have been changed.
-                    for parameter in self._attached.groups[number].parameters:
-                        check_matrices(parameter.name, parameter.tensor.shape, group)
-            self._warn()
-            step = self.store.step + 1
-            groups = [at_step(with_numbers(group), step) for group in self.param_groups]
-            scales = self._qk_scales(qk_logits)
-            extras = Extras(hooks=self._hooks, scales=scales)
-            window = self.store.pages.window_max
-            with self.store.pages.sweep(window, **self._gradient_rules) as pages:
-                self._pipeline.open(pages, self.param_groups, self._options())
-                scalars = self.store.pages.scalars
-                steps = {
-                    name: values["step"] + 1.0
-                    for name, values in scalars.items()
-                    if name in pages.present
-                }
-                self._pipeline.step_pages(pages, groups, steps, window, extras)
-                for name, count in steps.items():
-                    scalars[name]["step"] = count
-        self._prefetched = False
-        return loss
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale all gradients down so that their norm together is at most ``max_norm``.
+    def check_group(self, group: dict[str, Any], number: int) -> None:
+        """Check the hyperparameters of a group; see ``muon.checks.check_hyperparameters``."""
+        check_hyperparameters(group, number)
+        # It may have been changed.
+        if group.get("block_grid") is not None and number < len(self._attached.groups):
+            self._check_matrices(number)
 
-        The operations are those of ``torch.nn.utils.clip_grad_norm_``, on the gradients that a step
-        takes: also those that ``gradient`` gives.
+    def prepare_step(self) -> None:
+        """Warn before the first step of slow Newton-Schulz, and agree on what QK-clip scales."""
+        if self._may_be_slow:
+            self._may_be_slow = False
+            warn_of_slow_bfloat16(self.store, self.param_groups)
+        self._scales = self._qk_scales(self._qk_logits)
 
-        Args:
-            max_norm: the largest norm.
-            norm_type: order of the norm; ``math.inf`` for the largest magnitude.
-            error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite, and scale
-                nothing.
-
-        Returns:
-            The norm before, of shape ().
-
-        Raises:
-            ValueError: param groups were edited; see step().
-        """
-        self._attached.require_same(self.param_groups)
-        parameters = [p for group in self.paged_groups() for p in group.parameters]
-        gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-        with without_callers_modes():
-            norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            factors = {g.device: factor.to(g.device) for g in gradients}
-            for gradient in gradients:
-                gradient.mul_(factors[gradient.device])
-        return norm
+    def step_pages(self, pages: tierstore.pages.SteppedPages) -> None:
+        """Step the pages of a sweep."""
+        step = self.store.step
+        groups = [at_step(with_numbers(group), step) for group in self.param_groups]
+        self._pipeline.open(pages, self.param_groups, self._options())
+        scalars = self.store.pages.scalars
+        steps = {
+            name: values["step"] + 1.0 for name, values in scalars.items() if name in pages.present
+        }
+        extras = Extras(hooks=self._hooks, scales=self._scales)
+        self._pipeline.step_pages(pages, groups, steps, self.window, extras)
+        for name, count in steps.items():
+            scalars[name]["step"] = count
 
     def flops_by_rank(self) -> list[int]:
         """Return the floating-point operations of Newton-Schulz of each rank in the last step.
@@ -402,199 +323,49 @@ class Muon(torch.optim.Optimizer):
         logits = plain if ranks is None else largest(ranks.gather(plain))
         return self._qk_clip.scales(logits, self._attached.find)
 
-    @tierstore.pages.not_compiled
-    def restore(
-        self,
-        checkpoint: str | os.PathLike[str] | None = None,
-        *,
-        rewind: bool = False,
-        keep_hyperparameters: bool = False,
-    ) -> int:
-        """Restore the last committed step: see ``TierStore.restore()``.
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of param groups that have a meaning."""
+        return KEYS.keys() - {"params", "param_names"}
 
-        Groups that were added after that step, in this process, keep their parameters and
-        hyperparameters, and their states begin anew.
+    def scalars_of(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return the step count of parameters of AdamW."""
+        return {} if group["algorithm"] == "muon" else {"step": 0.0}
 
-        Args:
-            checkpoint: start a new run from this checkpoint; see ``TierStore.restore()``. The
-                parameters need names.
-            rewind: go on from the step of the checkpoint in this run, which may have steps; see
-                ``TierStore.restore()``.
-            keep_hyperparameters: param groups keep the values of this program, such as another
-                weight decay, but for what a scheduler has set: the lr, and momentum or betas.
+    def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the pages of a param group depend on."""
+        return form(group)
 
-        Returns:
-            The step, or 0 for a new run.
+    def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters that a checkpoint has for the parameters of a group."""
+        check_in_checkpoint(group, saved, number)
 
-        Warns:
-            UserWarning: the program gave param groups other values than were committed, and the
-                committed ones count.
+    def loaded(self, group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return the hyperparameters that a group of a state dict gives a param group."""
+        return loaded_from(group, saved, number)
 
-        Raises:
-            ValueError: a committed state is of no object that is registered with the store, for
-                example. Nothing was changed.
-            RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
-                Nothing was changed.
-        """
-        cycle_betas(self.param_groups)
-        unchanged = [not_loaded(group) for group in self.param_groups]
-        given = [dict(group) for group in self.param_groups]
-        with self.store.pages.calling("restore(rewind=True)" if rewind else "restore()"):
-            # A failed store restores the groups that it has; the next step attaches the others.
-            with contextlib.suppress(tierstore.StoreFailedError):
-                self._attach_groups()
-            step = self.store.restore(checkpoint, rewind=rewind)
-        self._begin_counts()
-        for group, values in zip(self.param_groups, unchanged, strict=True):
-            group.update({**with_dtypes(group), **values})
-            for name in not_loaded(group).keys() - values.keys():
-                del group[name]
-        # Groups that were attached after the commit come last.
-        restored = self.param_groups[: self.store.pages.groups_written]
-        states = self.store.committed.states.values()
-        is_scheduled = any(isinstance(s, Mapping) and "_last_lr" in s for s in states)
-        if keep_hyperparameters:
-            for group, values in zip(restored, given, strict=False):
-                names = values.keys() - scheduled_keys(group, is_scheduled=is_scheduled)
-                group.update({name: values[name] for name in names})
-        elif step:
-            warn_of_other_values(restored, given, is_scheduled=is_scheduled)
-        self._restored_rates = [float(group["lr"]) for group in restored] if step else []
-        return step
+    def unpacked(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return hyperparameters with the names of dtypes, as saved, replaced by dtypes."""
+        return with_dtypes(saved)
 
-    @tierstore.pages.not_compiled
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of ``torch.optim``, also before the first step.
+    def not_loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a group that restore() does not change."""
+        return not_loaded(group)
 
-        Tensors have the shape of their parameter. They are mappings of page files, which cost no
-        memory and do not change, or copies; see ``Pages.read_states()``. Parameters of low
-        precision have an additional entry "master". Entries of ``optimizer.state`` that are not of
-        a parameter are there, too. All ranks call this together and get the same entries; states of
-        a DTensor are DTensors with its placements. After the first step, a rank that owns all
-        elements of its own tensors, as with FSDP2, may call this alone.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        cycle_betas(self.param_groups)
-        with self.store.pages.calling("state_dict()"):
-            self._attach_groups()
-            states, scalars = self.store.pages.read_states(), self.store.pages.scalars
-        names = [[p.name for p in group.parameters] for group in self._attached.groups]
-        packed_states, packed_groups = pack(self.param_groups, names, states, scalars)
-        packed_states |= self.state.others
-        state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
-
-    @tierstore.pages.not_compiled
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the state by a state dict in the format of ``torch.optim``.
-
-        State dicts of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters in
-        the same order are accepted, and whole tensors for states of a DTensor. Each state keeps
-        its current dtype. The tensors that state_dict() returned are not written again if no state
-        changed since. Names of parameters stay. All ranks call this together.
-
-        Raises:
-            ValueError: the groups, or the states of a parameter, differ from this optimizer's.
-                Nothing was changed.
-        """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        cycle_betas(self.param_groups)
-        check_keys(state_dict)
-        groups, states, others = match(state_dict, self.param_groups, self._paged_group)
-        with self.store.pages.calling("load_state_dict()"):
-            self._attach_groups()
-            scalars = {
-                name: {"step": float(states[name].pop("step", 0.0))}
-                for name in self.store.pages.scalars
-            }
-            self.store.pages.write_states(states, scalars)
-        self.state.others = others
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update(loaded)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    @tierstore.pages.not_compiled
-    def reset_state(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Set the states of some parameters, or of all, to those of a new optimizer.
-
-        All ranks call this together.
-
-        Args:
-            params: the parameters, the same on all ranks; None: all.
-
-        Raises:
-            ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
-        """
-        if isinstance(params, torch.Tensor):
-            raise TypeError("params must be an iterable of parameters, got a tensor")
-        tensors = [*self.state.parameters] if params is None else [*params]
-        try:
-            described = [self._described(tensor) for tensor in tensors]
-        except KeyError as error:
-            raise ValueError("reset_state() needs parameters of this optimizer") from error
-        with self.store.pages.calling("reset_state()"):
-            self._write_states({parameter.name: {} for _, parameter in described})
+    def memory_of_rule(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that Newton-Schulz of the largest batch takes."""
+        found = matrix_bytes(self.store, self.param_groups)
+        return {place: {"matrices of Newton-Schulz": nbytes} for place, nbytes in found.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the optimizer needs, with copies of the states.
-
-        Raises:
-            TypeError: the store was given by the caller, or has several ranks.
-        """
-        if not self._owns_store or self.store.pages.ranks is not None:
-            raise TypeError(
-                "a Muon optimizer with a store, or on several ranks, cannot be pickled or copied: "
-                "use state_dict(), or resume the run"
-            )
-        kept = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in _NOT_COPIED and not key.startswith("_optimizer_")
-        }
-        states = self.store.pages.read_states() if self._attached.groups else {}
-        copied = deepcopy((states, dict(self.store.pages.scalars)))
-        return {**kept, "_copied": (*copied, self.state.others)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a copy, with a store of its own, from __getstate__()."""
-        states, scalars, others = state.pop("_copied")
-        defaults = state["defaults"].copy()
-        super().__setstate__(state)
-        self.defaults = defaults  # Without what __setstate__() adds for optimizers of torch.
-        self._use_store(tierstore.TierStore(None))
-        self.state.others = others
-        if states:
-            self._attach_groups()
-            self.store.pages.write_states(states, scalars)
+        """Return what a copy of the optimizer needs, with copies of the states."""
+        kept = super().__getstate__()
+        del kept["_pipeline"]  # A copy has a store of its own.
+        return kept
 
     def _use_store(self, store: tierstore.TierStore) -> None:
-        self.store = store
+        super()._use_store(store)
         self._pipeline = Pipeline(store, self._gather_memory)
-        self._attached = AttachedGroups()
-        self._state = PagedState(self)
-
-    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace all states of some parameters, each with a step if the parameter has one."""
-        if not (self._attached.groups or any(states.values())):
-            return  # No parameter has a state.
-        self._attach_groups()
-        scalars = {
-            name: {"step": float(states[name].get("step", 0.0))}
-            for name in self.store.pages.scalars.keys() & states
-        }
-        paged = {
-            name: {state: value for state, value in values.items() if state != "step"}
-            for name, values in states.items()
-        }
-        self.store.pages.write_states(paged, scalars, names=states.keys())
 
     def _fastest_ns_dtype(
         self, parameters: Sequence[torch.Tensor], declaration: Declaration
@@ -613,187 +384,33 @@ class Muon(torch.optim.Optimizer):
         # Measurements of ranks may differ, but all ranks must compute in the same dtype.
         return dtype if ranks is None else ranks.gather(dtype)[0]
 
-    def _check_parameters(self, numbers: Collection[int]) -> None:
-        """Check that the parameters of groups can be stepped and paged, under unique names."""
-        names = self._new_names
-        if names is None:
-            others = (n for n in range(len(self.param_groups)) if n not in numbers)
-            names = {name for number in others for name in self._names(number)}
-        tensors = set[torch.Tensor]()
-        for number in numbers:
-            params = self.param_groups[number]["params"]
-            for name, parameter in zip(self._names(number), params, strict=True):
-                if name in names or parameter in tensors:
-                    raise ValueError(
-                        f"parameter {name!r} is there twice: names must be unique. Parameters "
-                        "without names are named by their positions"
-                    )
-                names.add(name)
-                tensors.add(parameter)
-                if self.param_groups[number]["algorithm"] == "muon":
-                    check_matrices(name, parameter.shape, self.param_groups[number])
-            self._paged_group(number)  # Raises for a parameter that cannot be paged.
-
-    def _described(
-        self, tensor: torch.Tensor
-    ) -> tuple[Sequence[str], tierstore.pages.PagedParameter]:
-        """Return the scalar states of a parameter, and the parameter as it is paged.
-
-        Raises:
-            KeyError: no group has the tensor.
-        """
-        number, index = self._state.position(tensor)
-        scalars = () if self.param_groups[number]["algorithm"] == "muon" else ("step",)
-        paged = self._attached.find(tensor)
-        if paged is None:
-            paged = self._paged_parameter(number, self._name(number, index), tensor)
-        return scalars, paged
-
-    def _warn(self) -> None:
-        """Warn at the first step, and at the first step after a restore."""
-        if self._restored_rates:
-            warn_of_other_rates(self.param_groups, self._restored_rates)
-            self._restored_rates = []
-        if self._may_be_slow:
-            self._may_be_slow = False
-            warn_of_slow_bfloat16(self.store, self.param_groups)
-
-    def _attach_groups(self) -> None:
-        """Attach the groups that the store does not have yet, and check that no other was edited.
-
-        Raises:
-            ValueError: one was; see AttachedGroups.require_same(). Nothing was changed.
-        """
-        if self.store.pages.group_count != len(self._attached.groups):
-            raise ValueError(
-                "another optimizer uses this store: give each optimizer its own store and "
-                "directory, or all groups to one optimizer"
-            )
-        self._attached.require_same(self.param_groups)
-        numbers = range(len(self._attached.groups), len(self.param_groups))
-        if not numbers:
-            return
-        for number in numbers:
-            check_hyperparameters(self.param_groups[number], number)
-        self._check_parameters(numbers)
-        paged = [self._paged_group(number) for number in numbers]
-        self.store.pages.attach(paged)
-        self._attached.extend(paged, self.param_groups)
-        self._begin_counts()
-        if self._prefetches:
-            self._hook_reads()
-
-    def _hook_reads(self) -> None:
-        """Let the gradient of one small parameter start the reads of the next step.
-
-        One alone: FSDP2 copies gradients of parameters with a hook to pageable host memory, and
-        waits for each. Of the smallest parameters the last one, whose gradient comes first.
-        """
-        tensors = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if tensors:
-            if self._reads_hook is not None:
-                self._reads_hook()
-            smallest = min(reversed(tensors), key=torch.Tensor.numel)
-            hook = smallest.register_post_accumulate_grad_hook(_prefetcher(weakref.ref(self)))
-            self._reads_hook = weakref.finalize(self, hook.remove)
-
-    def _begin_counts(self) -> None:
-        """Count the steps of parameters of AdamW that have no count yet."""
-        for group in self._attached.groups:
-            if group.hyperparameters["algorithm"] == "adamw":
-                for parameter in group.parameters:
-                    self.store.pages.scalars.setdefault(parameter.name, {"step": 0.0})
-
-    def memory(self) -> str:
-        """Return what is where on this rank, as a line of text for each memory.
-
-        Counted are parameters of the optimizer, their gradients, states and matrices. An example
-        for ``print(optimizer.memory())``, after a step or ``restore()``:
-
-            GPU 17.1 GiB: parameters 15.0 GiB, pages in a step 1.3 GiB, ...
-            host 63.8 GiB: pages that rest there 47.5 GiB, gradients that leave 15.0 GiB, ...
-            NVMe 101.4 GiB: files of pages 101.4 GiB
-
-        Raises:
-            StoreClosedError: the store is closed.
-        """
-        return memory_text(self.store, self.param_groups)
-
-    def paged_groups(self) -> list[tierstore.pages.PagedGroup]:
-        """Return all groups as the store has them, or as they would be attached now."""
-        return [self._paged_group(number) for number in range(len(self.param_groups))]
-
-    def _paged_group(self, number: int) -> tierstore.pages.PagedGroup:
-        """Return a group as the store has it, or as it would be attached now.
-
-        Before it is attached, a group is described anew each time, because the model may still be
-        converted.
-        """
-        if number < len(self._attached.groups):
-            return self._attached.groups[number]
+    def _check_matrices(self, number: int) -> None:
+        """Check that the matrices that a Muon group declares fit its parameters."""
         group = self.param_groups[number]
-        named = zip(self._names(number), group["params"], strict=True)
-        return tierstore.pages.PagedGroup(
-            parameters=[self._paged_parameter(number, name, p) for name, p in named],
-            hyperparameters=group,
-            check=lambda saved: check_in_checkpoint(group, saved, number),
-        )
+        for name, parameter in zip(self._names(number), group["params"], strict=True):
+            check_matrices(name, parameter.shape, group)
 
-    def _paged_parameter(
-        self, number: int, name: str, parameter: torch.Tensor
+    def paged_parameter(
+        self, group: Mapping[str, Any], name: str, tensor: torch.Tensor, **placing: Any
     ) -> tierstore.pages.PagedParameter:
         """Return a parameter of a group as it is paged."""
-        group = self.param_groups[number]
         is_muon = group["algorithm"] == "muon"
         if is_muon:
-            states = {"momentum_buffer": momentum_dtype(parameter, group)}
+            check_matrices(name, tensor.shape, group)
+            states = {"momentum_buffer": momentum_dtype(tensor, group)}
             if normuon.is_used(group):
                 states[normuon.STATE] = torch.float32
         else:
-            states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments_dtype(parameter, group))
-        matrices = matrices_of(parameter.shape, declared(group)) if is_muon else ()
+            states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments_dtype(tensor, group))
+        matrices = matrices_of(tensor.shape, declared(group)) if is_muon else ()
         return tierstore.pages.PagedParameter(
             name=name,
-            tensor=parameter,
+            tensor=tensor,
             states=states,
             row_states=states.keys() & {normuon.STATE},
-            encodings=encodings_of(parameter, group),
+            encodings=encodings_of(tensor, group),
             elementwise=not is_muon,
-            unit=unit_of(parameter.shape, declared(group)) if is_muon else None,
-            partition=self._partition,
-            gradient=self._gradient,
+            unit=unit_of(tensor.shape, declared(group)) if is_muon else None,
             cost=sum(newton_schulz.cost(m.shape) for m in matrices) if is_muon else None,
+            **placing,
         )
-
-    def _names(self, number: int) -> list[str]:
-        """Return the names of the parameters of a group.
-
-        Raises:
-            ValueError: ``param_names`` was edited to another length than ``params``.
-        """
-        group = self.param_groups[number]
-        count, given = len(group["params"]), len(group.get("param_names") or group["params"])
-        if given != count:
-            raise ValueError(
-                f"param group {number} has {count} parameters and {given} param_names: give each "
-                "parameter a name"
-            )
-        return [self._name(number, index) for index in range(count)]
-
-    def _name(self, number: int, index: int) -> str:
-        """Return the name of one parameter: the user's, or its position."""
-        names = self.param_groups[number].get("param_names")
-        return str(names[index]) if names else f"{number}.{index}"
-
-
-def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:
-    """Return a parameter hook that prefetches with the first gradient of each step."""
-
-    def prefetch(parameter: torch.Tensor) -> None:
-        alive = optimizer()
-        if alive is not None and not alive._prefetched:
-            # step() raises the same. And the model may be trained further without the store.
-            with contextlib.suppress(tierstore.TierstoreError):
-                alive.prefetch()
-
-    return prefetch

@@ -27,7 +27,7 @@ LEVELS = (
     "paging inspection",
     "checkpoint pages",
     "store",
-    "averaged_model integrations",
+    "averaged_model integrations optim",
     "tools",
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}

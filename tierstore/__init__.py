@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tierstore import pages
     from tierstore.averaged_model import AveragedModel
     from tierstore.checkpoint.publication import Publication
+    from tierstore.optim.base import PagedOptimizer
+    from tierstore.optim.paged import Paged
     from tierstore.paging.stats import Stats
     from tierstore.run.random_state import RandomState
     from tierstore.run.registered import CommittedStep
@@ -38,6 +40,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "AveragedModel": "averaged_model",
     "CommittedStep": "run.registered",
+    "Paged": "optim.paged",
+    "PagedOptimizer": "optim.base",
     "Publication": "checkpoint.publication",
     "RandomState": "run.random_state",
     "Stats": "paging.stats",
@@ -65,6 +69,8 @@ __all__ = [
     "CommittedStep",
     "CorruptionError",
     "NonFiniteGradientError",
+    "Paged",
+    "PagedOptimizer",
     "PeerFailed",
     "Publication",
     "RandomState",

@@ -22,6 +22,7 @@ from tierstore.checkpoint.model_contents import Names
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import STEPPED
 from tierstore.layout.records import record_length
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit, CommittedPage
@@ -137,6 +138,8 @@ class Catalog:
     def add_scalars(self, name: str, scalars: Mapping[str, float]) -> None:
         """Add the numbers in the optimizer state of a parameter, as torch.optim has them."""
         for scalar, number in scalars.items():
+            if scalar == STEPPED:  # Which is not of an optimizer.
+                continue
             path = ("optimizer", "state", name, scalar)
             value = state_number(scalar, number)
             self.add_value([path], value, ("scalar", type(value), float(number)))
@@ -228,11 +231,11 @@ _INT_BITS_MAX = 2000
 
 
 def state_number(name: str, number: float) -> torch.Tensor | float:
-    """Return a number in the state of a parameter as torch.optim has it: "step" is a tensor.
+    """Return a number in the state of a parameter: those of torch.optim are tensors.
 
     The tensor is float32, or float64 if float32 is not exact.
     """
-    if name != "step":
+    if name not in ("step", "mu", "eta", "mu_product"):  # ASGD and NAdam have the last three.
         return number
     exact = torch.tensor(number, dtype=torch.float64, device="cpu")
     step = exact.to(torch.float32)

@@ -150,7 +150,7 @@ class CheckpointSource:
                     target = view.state(state)
                     saved = self._saved.get((shard.spec.name, state))
                     if saved is None:
-                        target.zero_()
+                        view.reset(state)
                         continue
                     source, chunk = target, view.chunk
                     if saved.encoding != dict(shard.spec.encodings).get(state):

@@ -16,6 +16,7 @@ import torch
 
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
 from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.layout.parameters import STEPPED
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
 
@@ -85,7 +86,9 @@ class CommittedValues:
         """
         try:
             _, member = self._members[name]
-            return float(self._scalars[member][scalar])
+            saved = self._scalars[member]
+            # A commit of a rule that counts steps has none of these.
+            return float(saved.get(STEPPED, 1.0) if scalar == STEPPED else saved[scalar])
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._entries.path} has no number {scalar!r} of parameter {name!r}"
@@ -145,8 +148,8 @@ class StockValues:
 
         It may be one for the whole group, as the step is for FusedAdam.
         """
-        if not self.was_stepped(name):
-            return 0.0
+        if not self.was_stepped(name) or scalar == STEPPED:
+            return float(self.was_stepped(name))
         key = f"optimizer.state.{name}.{scalar}"
         if key in self._entries.keys:
             number = as_number(self._entries.value(key))

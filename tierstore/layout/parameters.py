@@ -31,6 +31,9 @@ from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+STEPPED = "stepped"
+"""Scalar of rules without a step count: 1.0 for a parameter that has states, before it 0.0."""
+
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -194,6 +197,9 @@ class PagedParameter:
 
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Name and dtype of each state besides "master"."""
+
+    initial: Mapping[str, float] = field(default_factory=dict)
+    """Value of the elements of a state before the first step, if it is not 0."""
 
     row_states: Collection[str] = ()
     """Names of the states that have one element for each row, of shape (..., 1): the parameter's

@@ -218,6 +218,15 @@ class ChunkView:
         found: AnyState = self._master if name == MASTER else self.states[name]
         return found
 
+    def reset(self, name: str) -> None:
+        """Give a state, or an encoded master, the value that it has before the first step."""
+        state = self.state(name)
+        initial = self._parameter.initial.get(name)
+        if initial and isinstance(state, torch.Tensor):
+            state.fill_(initial)
+        else:
+            state.zero_()
+
     @property
     def values(self) -> torch.Tensor:
         """The same chunk of the parameter itself."""
@@ -283,10 +292,10 @@ class PageView:
             self.shards.append(ShardView(parameter, spec, chunks, has_gradient))
 
     def initialize(self) -> None:
-        """Fill a page that was never written, with zeros and the parameters."""
+        """Fill a page that was never written, as before the first step."""
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
-            for state in chunk.states.values():
-                state.zero_()
+            for state in chunk.states:
+                chunk.reset(state)
             master = chunk.state(MASTER)
             if isinstance(master, EncodedState):  # The parameter, which is not written to.
                 master.zero_()

@@ -296,7 +296,7 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
                 elif state == MASTER and not isinstance(target, SplitMaster):
                     assign(target, chunk.values)
                 else:
-                    target.zero_()
+                    chunk.reset(state)
 
 
 def restore_parameters(table: PageTable) -> None:

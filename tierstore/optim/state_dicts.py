@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-import tierstore
-from muon.checks import algorithm_of, check_loaded, check_saved
-from muon.keys import loaded, with_dtypes
+from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_names
 
 _Group = dict[str, Any]
 
@@ -19,7 +17,7 @@ def pack(
     groups: Sequence[_Group],
     names: Sequence[Sequence[str]],
     states: Mapping[str, Mapping[str, torch.Tensor]],
-    scalars: Mapping[str, Mapping[str, float]],
+    scalars: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[Any, Any], list[_Group]]:
     """Return the states and the groups of a state dict.
 
@@ -27,7 +25,7 @@ def pack(
         groups: the param groups.
         names: the names of the parameters of each group.
         states: parameter name -> state name -> tensor.
-        scalars: parameter name -> scalar name -> value.
+        scalars: parameter name -> scalar name -> value as the state dict has it.
     """
     packed_groups = []
     packed_states: dict[Any, Any] = {}
@@ -44,14 +42,16 @@ def pack(
         packed["params"] = list(range(start, start + len(group_names)))
         packed_groups.append(packed)
         for index, name in enumerate(group_names, start):
-            packed_states[index] = {**_as_tensors(scalars.get(name, {})), **states[name]}
+            packed_states[index] = {**scalars.get(name, {}), **states[name]}
     return packed_states, packed_groups
 
 
 def match(
     state_dict: Mapping[str, Any],
     groups: Sequence[_Group],
-    paged: Callable[[int], tierstore.pages.PagedGroup],
+    paged: Callable[[int], PagedGroup],
+    loaded: Callable[[_Group, _Group, int], _Group],
+    scalars: Callable[[_Group], Collection[str]],
 ) -> tuple[list[_Group], dict[str, dict[str, Any]], dict[Any, Any]]:
     """Check a state dict.
 
@@ -60,6 +60,8 @@ def match(
         groups: the param groups.
         paged: returns the group of a number as it is paged, with its parameters in the order of
             the param group.
+        loaded: returns the hyperparameters that a saved group gives a param group of a number.
+        scalars: returns the names of the scalars of the parameters of a group.
 
     Returns:
         Hyperparameters for each group, states by parameter name, and the entries that are not
@@ -80,22 +82,22 @@ def match(
     states: dict[str, dict[str, Any]] = {}
     unmatched = dict(state_dict["state"])
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        hyperparameters.append(_hyperparameters(group, saved, number))
+        hyperparameters.append(loaded(group, saved, number))
+        names = scalars(group)
         for saved_id, parameter in zip(saved["params"], paged(number).parameters, strict=True):
             # torch's helpers add empty dicts for missing entries of a flattened state dict.
             saved_states: dict[str, Any] = unmatched.pop(saved_id, {})
             states[parameter.name] = {
                 key: value
                 for key, value in saved_states.items()
-                if not isinstance(value, dict) or value
+                if value is not None and (not isinstance(value, dict) or value)
             }
-            has_step = group["algorithm"] == "adamw"
-            lacks = {*parameter.states, "step"} - states[parameter.name].keys()
-            if has_step and states[parameter.name] and lacks == {"step"} and "step" in saved:
+            lacks = {*parameter.states, *names} - states[parameter.name].keys()
+            if states[parameter.name] and lacks == {"step"} and "step" in saved:
                 # FusedAdam has the count in the group.
                 states[parameter.name]["step"] = saved["step"]
                 hyperparameters[-1].pop("step", None)
-            check_saved(states[parameter.name], parameter, has_step=has_step)
+            check_saved(states[parameter.name], parameter, names)
     lost = [key for key in unmatched if isinstance(key, int)]
     if lost:
         raise ValueError(f"the state dict has states without a parameter: {lost[:3]}")
@@ -115,8 +117,7 @@ def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Gro
     if not all(named) or not all(given):
         return saved
     ours, theirs = (
-        tierstore.pages.unwrapped_names(name for names in both for name in names)
-        for both in (named, given)
+        unwrapped_names(name for names in both for name in names) for both in (named, given)
     )
     absent = [name for name in ours if ours[name] not in {*theirs.values()}]
     new = [name for name in theirs if theirs[name] not in {*ours.values()}]
@@ -160,33 +161,34 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
-    """Return the hyperparameters that a saved group gives a group.
+def check_saved(
+    saved: Mapping[str, Any], parameter: PagedParameter, scalars: Collection[str]
+) -> None:
+    """Check that a state dict has either all states of a parameter or none, and no unknown state.
+
+    The master may be missing, because state dicts of torch.optim have none.
+
+    Args:
+        saved: state name -> value.
+        parameter: the parameter.
+        scalars: the names of its scalars.
 
     Raises:
-        ValueError: the saved group is for another algorithm, or has a bad value.
+        ValueError: names the parameter.
     """
-    choice = ("algorithm", "use_muon")
-    keys = {key: saved[key] for key in choice if saved.get(key) is not None}
-    expected = group.get("algorithm")
-    algorithm = algorithm_of(keys, number, is_saved=True) if keys else expected
-    if algorithm != expected:
+    expected = {*parameter.states, *scalars}
+    if saved and saved.keys() - {"master"} != expected:
         raise ValueError(
-            f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
-            f"group is for {expected!r}"
+            f"the state dict has {sorted(saved)} for parameter {parameter.name!r}, expected "
+            f"{sorted(expected)}"
         )
-    # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
-    hyperparameters = with_dtypes(deepcopy(loaded(group, saved)))
-    check_loaded(group, {**group, **hyperparameters}, number)
-    told = saved.keys() - {"params", "param_names"}
-    if expected is not None and told:  # Without a key, only states are loaded.
-        tierstore.pages.refuse_other_rule(saved, expected, f"group {number} of the state dict")
-    return hyperparameters
-
-
-def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Return the scalars of a parameter as ``torch.optim`` has them."""
-    return {
-        name: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
-        for name, value in scalars.items()
-    }
+    for state, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            fits = state not in scalars or value.numel() == 1
+        else:
+            fits = state in scalars and isinstance(value, int | float)
+        if not fits:
+            raise ValueError(
+                f"{state!r} of parameter {parameter.name!r} must be a tensor of the parameter's "
+                f"shape, or one number for a step; got a {type(value).__name__}"
+            )

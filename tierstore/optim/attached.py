@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-import tierstore
-from muon.keys import form
+from tierstore.layout.parameters import PagedGroup, PagedParameter
 
 _Group = dict[str, Any]
 
@@ -18,20 +17,22 @@ _Group = dict[str, Any]
 class AttachedGroups:
     """The groups that were attached to a store, in the order of ``param_groups``.
 
+    Args:
+        layout_of: returns what the pages of a param group depend on, by key.
+
     ``param_groups`` belongs to the user, who may change values of hyperparameters at any time, and
     anything before pages are laid out.
     """
 
-    def __init__(self) -> None:
-        self.groups: list[tierstore.pages.PagedGroup] = []
+    def __init__(self, layout_of: Callable[[_Group], _Group]) -> None:
+        self.groups: list[PagedGroup] = []
+        self._layout_of = layout_of
         # id() of a tensor -> its parameter, which keeps the tensor alive.
-        self._members: dict[int, tierstore.pages.PagedParameter] = {}
+        self._members: dict[int, PagedParameter] = {}
         # The dict of each param group, its parameters, and what its pages depend on.
         self._expected: list[tuple[_Group, list[torch.Tensor], _Group]] = []
 
-    def extend(
-        self, groups: Sequence[tierstore.pages.PagedGroup], param_groups: Sequence[_Group]
-    ) -> None:
+    def extend(self, groups: Sequence[PagedGroup], param_groups: Sequence[_Group]) -> None:
         """Note groups that were attached, and all param groups as they are now."""
         self.groups += groups
         self._members |= {id(p.tensor): p for group in groups for p in group.parameters}
@@ -41,9 +42,9 @@ class AttachedGroups:
 
     def expect(self, group: _Group) -> None:
         """Note a group that add_param_group() has added."""
-        self._expected.append((group, list(group["params"]), form(group)))
+        self._expected.append((group, list(group["params"]), self._layout_of(group)))
 
-    def find(self, tensor: torch.Tensor) -> tierstore.pages.PagedParameter | None:
+    def find(self, tensor: torch.Tensor) -> PagedParameter | None:
         """Return the attached parameter of a tensor, if there is one."""
         return self._members.get(id(tensor))
 
@@ -57,7 +58,7 @@ class AttachedGroups:
         """
         pairs = zip_longest(param_groups, self._expected) if self.groups else ()
         for number, (group, expected) in enumerate(pairs):
-            if change := _change(group, expected):
+            if change := self._change(group, expected):
                 raise ValueError(
                     f"param group {number} {change}. Undo the edit: since the first step or "
                     "restore(), pages are laid out, and only values of hyperparameters may change. "
@@ -65,21 +66,21 @@ class AttachedGroups:
                     "parameter"
                 )
 
-
-def _change(
-    group: _Group | None, expected: tuple[_Group, list[torch.Tensor], _Group] | None
-) -> str | None:
-    """Return how a param group was edited, None if it was not."""
-    if expected is None:
-        return "was not added by add_param_group()"
-    attached, tensors, before = expected
-    if group is not attached:
-        return "is missing, or another dict is in its place"
-    params = group.get("params", ())
-    if len(params) != len(tensors) or not all(map(operator.is_, params, tensors)):
-        return "has other parameters, or has them in another order"
-    now = form(group)
-    for key in before:
-        if now[key] != before[key]:
-            return f"has {key}={group.get(key)!r}, which was another value when the group was added"
-    return None
+    def _change(
+        self, group: _Group | None, expected: tuple[_Group, list[torch.Tensor], _Group] | None
+    ) -> str | None:
+        """Return how a param group was edited, None if it was not."""
+        if expected is None:
+            return "was not added by add_param_group()"
+        attached, tensors, before = expected
+        if group is not attached:
+            return "is missing, or another dict is in its place"
+        params = group.get("params", ())
+        if len(params) != len(tensors) or not all(map(operator.is_, params, tensors)):
+            return "has other parameters, or has them in another order"
+        now = self._layout_of(group)
+        for key in before:
+            if now[key] != before[key]:
+                value = group.get(key, now[key])
+                return f"has {key}={value!r}, which was another value when the group was added"
+        return None

@@ -9,14 +9,15 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
-import tierstore
-from muon.checks import check_saved
+from tierstore.layout.parameters import PagedParameter
+from tierstore.optim.state_dicts import check_saved
+from tierstore.store import TierStore
 
 
-class PagedOptimizer(Protocol):
-    """The part of ``muon.Muon`` that its state needs."""
+class Optimizer(Protocol):
+    """The part of ``PagedOptimizer`` that its state needs."""
 
-    store: tierstore.TierStore
+    store: TierStore
     param_groups: list[dict[str, Any]]
 
     @property
@@ -26,9 +27,7 @@ class PagedOptimizer(Protocol):
     def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""
 
-    def _described(
-        self, tensor: torch.Tensor
-    ) -> tuple[Sequence[str], tierstore.pages.PagedParameter]:
+    def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], PagedParameter]:
         """Return the scalar states of a parameter, and the parameter as it is paged."""
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -46,7 +45,7 @@ class PagedState(MutableMapping[Any, Any]):
     to initialize the optimizer.
     """
 
-    def __init__(self, optimizer: PagedOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.others: dict[Any, Any] = {}
         """The entries that are not of a parameter. No commit has them."""
@@ -152,15 +151,15 @@ class ParameterState:
     RuntimeError if it needs other ranks, which may not make the same call.
     """
 
-    def __init__(self, optimizer: PagedOptimizer, tensor: torch.Tensor) -> None:
+    def __init__(self, optimizer: Optimizer, tensor: torch.Tensor) -> None:
         self._optimizer = optimizer
         self._tensor = tensor
-        scalars, self._paged = optimizer._described(tensor)
+        self._scalars, self._paged = optimizer._described(tensor)
         self.name = self._paged.name
         """Name of the parameter."""
         spec = self._paged.spec  # A float32 parameter has no separate master.
         states = spec.states if spec.owns_master else spec.all_states
-        self._names = [*scalars, *(name for name, _ in states)]
+        self._names = [*self._scalars, *(name for name, _ in states)]
 
     def __getitem__(self, state: str) -> torch.Tensor:
         if state not in self._names:
@@ -234,7 +233,7 @@ class ParameterState:
     def __repr__(self) -> str:
         return f"<states of parameter {self.name!r}: {', '.join(self._names)}>"
 
-    def is_of(self, optimizer: PagedOptimizer, tensor: torch.Tensor) -> bool:
+    def is_of(self, optimizer: Optimizer, tensor: torch.Tensor) -> bool:
         """Return whether these are the states of a parameter of an optimizer."""
         return self._optimizer is optimizer and self._tensor is tensor
 
@@ -254,7 +253,7 @@ class ParameterState:
         if not values:
             return values
         require_one_rank(self._optimizer, f"a state of parameter {self.name!r}")
-        check_saved(values, self._paged, has_step="step" in self._names)
+        check_saved(values, self._paged, self._scalars)
         shown = self._show()
         return {
             # A copy: the value may be a view of memory that is written first.
@@ -277,7 +276,7 @@ class ParameterState:
         )
 
 
-def require_one_rank(optimizer: PagedOptimizer, state: str = "a state") -> None:
+def require_one_rank(optimizer: Optimizer, state: str = "a state") -> None:
     """Check that there is one rank, because a state of several ranks needs calls on all of them.
 
     Args:

@@ -1,0 +1,1 @@
+"""Optimizers whose states are in the pages of a store."""

@@ -1,0 +1,262 @@
+"""What a class of ``torch.optim`` keeps for a parameter, and which classes pages cannot have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Class = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, called with params and options."""
+
+ELEMENTWISE: frozenset[Any] = frozenset(
+    {torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam}
+    | {torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
+    | {torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD}
+)
+"""Classes that step each element by itself, with the same bits wherever a parameter is cut."""
+
+# States that a class creates with another value than 0: a number, or a key of the group.
+_INITIAL: dict[Any, Mapping[str, float | str]] = {
+    torch.optim.ASGD: {"eta": "lr", "mu": 1.0},
+    torch.optim.Adagrad: {"sum": "initial_accumulator_value"},
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.Rprop: {"step_size": "lr"},
+}
+
+_EIGHT_BITS = (
+    "its states are codes of its own, and it does not step tensors of a page: "
+    'muon.Muon(moments_dtype=torch.int8) has AdamW in groups with algorithm="adamw"'
+)
+_REFUSED = {
+    "torch.optim.lbfgs": "it evaluates the closure several times in a step, and its states are of "
+    "all parameters together",
+    "torch.optim.sparse_adam": "it takes sparse gradients alone: torch.optim.Adam takes others",
+    "bitsandbytes": _EIGHT_BITS,
+    "torchao": _EIGHT_BITS,
+}
+_UNUSABLE = {
+    "capturable": "pages are stepped one after the other, and not in one graph",
+    "differentiable": "states in pages have no gradients",
+}
+
+# Sizes of the tensors that a class is tried with: no two are equal, so that shapes can be told.
+_SIZES = (5, 7, 3, 11, 2, 13, 17, 19)
+_STEPS = 8  # RAdam changes its rule at step 6.
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a class keeps for a parameter of one number of dimensions."""
+
+    states: Mapping[str, torch.dtype]
+    """Name -> dtype of the states of the parameter's shape, or of its rows."""
+    row_states: frozenset[str]
+    """Names of the states of rows, of shape (..., 1)."""
+    kinds: Mapping[str, torch.dtype | type]
+    """Name -> dtype of tensors of shape (), or type, of the scalars."""
+    initial: Mapping[str, float] = field(default_factory=dict)
+    """Values of states and scalars before the first step, if they are not 0."""
+
+
+def require_usable(cls: Any) -> None:
+    """Refuse a class that pages cannot have.
+
+    Raises:
+        TypeError: it is not a class of optimizers.
+        ValueError: names the reason.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"Paged needs a class of optimizers, such as torch.optim.AdamW, got {cls!r}"
+        )
+    for base in cls.__mro__:
+        for module, reason in _REFUSED.items():
+            if base.__module__ == module or base.__module__.startswith(f"{module}."):
+                raise ValueError(f"{cls.__name__} cannot be in pages: {reason}")
+
+
+def require_options(cls: Any, group: Mapping[str, Any]) -> None:
+    """Refuse options that steps of pages cannot have.
+
+    Raises:
+        ValueError: names the option.
+    """
+    for name, reason in _UNUSABLE.items():
+        if group.get(name):
+            raise ValueError(f"{name}=True of {cls.__name__} cannot be in pages: {reason}")
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    """Step without the hooks of all optimizers, which are called once in a step of all pages."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a group, without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def kept_by(
+    cls: Class, options: Mapping[str, Any], group: Mapping[str, Any], ndim: int, dtype: torch.dtype
+) -> Kept:
+    """Return what a class keeps for a parameter, from a step of a small tensor.
+
+    Not a step of meta or fake tensors: ASGD and Adafactor read numbers of theirs.
+
+    Args:
+        cls: the class.
+        options: its arguments.
+        group: the param group of the parameter.
+        ndim: number of dimensions of the parameter.
+        dtype: dtype of its master.
+
+    Raises:
+        ValueError: a state cannot be in pages; names it.
+    """
+    # A state of a tensor without dimensions cannot be told from a scalar.
+    [tensor] = _tensors(1, max(ndim, 1), dtype)
+    optimizer = cls([{**values_of(group), "params": [tensor]}], **options)
+    step_of(optimizer)
+    states: dict[str, torch.dtype] = {}
+    kinds: dict[str, torch.dtype | type] = {}
+    row_states = set()
+    rows = (*tensor.shape[:-1], 1)
+    for name, value in optimizer.state[tensor].items():
+        if isinstance(value, torch.Tensor) and value.shape == ():
+            kinds[name] = value.dtype
+        elif type(value) in (bool, int, float):
+            kinds[name] = type(value)
+        elif isinstance(value, torch.Tensor) and tuple(value.shape) in (tuple(tensor.shape), rows):
+            states[name] = value.dtype
+            if tuple(value.shape) == rows:
+                row_states.add(name)
+        elif value is not None:
+            what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "of "
+            what += "" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"{_name(cls)} keeps a state {name!r} {what} for a parameter of shape "
+                f"{list(tensor.shape)}: pages have states of the parameter's shape, of its rows, "
+                "and numbers"
+            )
+    initial = {
+        name: float(group[value] if isinstance(value, str) else value)
+        for name, value in _INITIAL.get(cls, {}).items()
+    }
+    return Kept(states, frozenset(row_states), kinds, initial)
+
+
+def require_apart(
+    cls: Class, options: Mapping[str, Any], group: Mapping[str, Any], ndim: int
+) -> None:
+    """Refuse a class whose step of a parameter depends on other parameters.
+
+    Pages step some of the parameters, and keep numbers that do not depend on gradients.
+
+    Raises:
+        ValueError: it does, in one of the first steps of small tensors.
+    """
+    values = values_of(group)
+    together, apart = (_tensors(2, ndim, torch.float32) for _ in range(2))
+    lists = [together, *([tensor] for tensor in apart)]
+    optimizers = [cls([{**values, "params": params}], **options) for params in lists]
+    for number in range(_STEPS):
+        for params in (together, apart):
+            for tensor, size in zip(params, (1.0, 40.0), strict=True):
+                tensor.grad = size * _waves(tensor, number)
+        for optimizer in optimizers:
+            step_of(optimizer)
+        kept = [o.state[p] for o in optimizers for p in o.param_groups[0]["params"]]
+        numbers = [
+            {name: float(value) for name, value in of.items() if _is_number(value)} for of in kept
+        ]
+        changed = [values_of(optimizer.param_groups[0]) for optimizer in optimizers]
+        is_apart = all(map(torch.equal, together, apart)) and changed.count(changed[0]) == 3
+        if not is_apart or numbers.count(numbers[0]) != len(numbers):
+            raise ValueError(
+                f"{_name(cls)} steps parameters together, or by numbers that depend on gradients: "
+                f"step {number + 1} of two parameters differs from steps of one at a time. Pages "
+                "hold some of the parameters"
+            )
+
+
+def require_same_class(
+    cls: Any, defaults: Mapping[str, Any], saved: Mapping[str, Any], where: str
+) -> None:
+    """Refuse a saved param group that another class of ``torch.optim`` has written.
+
+    Args:
+        cls: the class.
+        defaults: its keys and their defaults.
+        saved: the group.
+        where: names the group in the error.
+
+    Raises:
+        ValueError: names the key that tells.
+    """
+    if not saved.keys() - {"params", "param_names"}:
+        return  # States alone.
+    others = {key for keys in _known_keys().values() for key in keys}
+    for key in sorted((saved.keys() & others) - defaults.keys()):
+        raise ValueError(f"{where} is not of {cls.__name__}, which has no {key!r}")
+    # Keys that releases of torch have added.
+    newer = {"maximize", "foreach", "fused", "capturable", "differentiable"}
+    newer |= {"decoupled_weight_decay"}
+    for key in sorted(defaults.keys() - saved.keys() - newer):
+        raise ValueError(f"{where} is not of {cls.__name__}: it has no {key!r}")
+    for key in sorted(saved.keys() - inspect.signature(cls).parameters.keys()):
+        if key in defaults and saved[key] != defaults[key]:
+            raise ValueError(
+                f"{where} is not of {cls.__name__}: {key} is {saved[key]!r}, and not "
+                f"{defaults[key]!r}"
+            )
+
+
+def _known_keys() -> dict[str, set[str]]:
+    """Return the keys of param groups of each class that pages can have."""
+    tensor = torch.zeros((2, 2), dtype=torch.float32, device="cpu")
+    return {cls.__name__: {*cls([tensor]).defaults} for cls in ELEMENTWISE}
+
+
+def _tensors(count: int, ndim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return small tensors on the CPU with gradients."""
+    found = []
+    for index in range(count):
+        tensor = torch.empty(_SIZES[:ndim], dtype=dtype, device="cpu")
+        tensor.copy_(_waves(tensor, index)).requires_grad_()
+        tensor.grad = _waves(tensor, index + 1)
+        found.append(tensor)
+    return found
+
+
+def _waves(like: torch.Tensor, number: int) -> torch.Tensor:
+    """Return values in [-1, 1] of the shape of a tensor, others for each number."""
+    places = torch.arange(like.numel(), dtype=like.dtype, device="cpu")
+    return torch.sin(places * (1.7 + number)).view(like.shape)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, int, float) or (
+        isinstance(value, torch.Tensor) and value.shape == ()
+    )
+
+
+def _name(cls: Any) -> str:
+    return str(getattr(cls, "__name__", cls))
+
+
+def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the states of a class depend on: which hyperparameters are 0, None or False."""
+    return tuple((key, _choice(group[key])) for key in sorted(values_of(group)))
+
+
+def _choice(value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_choice, value))
+    if isinstance(value, torch.Tensor):
+        return bool(value.any())
+    return bool(value) if isinstance(value, int | float) else repr(value)

@@ -1,0 +1,169 @@
+"""Paged: any class of ``torch.optim`` whose states are in the pages of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from tierstore.layout.dtensors import is_dtensor
+from tierstore.layout.parameters import STEPPED, PagedParameter, master_dtype
+from tierstore.optim.base import PagedOptimizer
+from tierstore.optim.class_steps import ClassSteps
+from tierstore.optim.classes import (
+    ELEMENTWISE,
+    Kept,
+    kept_by,
+    require_apart,
+    require_options,
+    require_same_class,
+    require_usable,
+    signature,
+)
+from tierstore.paging.sweep import SteppedPages
+from tierstore.store import TierStore
+
+
+class Paged(PagedOptimizer):
+    """A class of ``torch.optim``, or of a package, whose states are in the pages of a store.
+
+    Example::
+
+        named = model.named_parameters()
+        optimizer = tierstore.Paged(named, torch.optim.AdamW, store=store, lr=3e-4)
+
+    Results equal those of the class bit for bit; for parameters of lower precision those of the
+    class over float32 copies, which are their masters. Hyperparameters, param groups, schedulers
+    and state dicts are those of the class.
+
+    Args:
+        params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``. Names
+            identify the state on disk: pass named parameters if the run may be resumed.
+        cls: the class. Its states have the shape of the parameter, of its rows, or are numbers.
+        store: holds the states; None keeps them in memory.
+        elementwise: True: each element of a parameter is stepped by itself, so that pages and ranks
+            may cut parameters anywhere. None: so for the classes of ``torch.optim`` that are
+            tested (docs/reference/torch-classes.md); other classes see whole parameters, which
+            FSDP2 and tensor parallelism do not have.
+        partition, gradient, nonfinite, missing: see PagedOptimizer.
+        options: arguments of the class, such as ``lr``.
+
+    Raises:
+        TypeError: ``cls`` is not a class of optimizers, or does not take an option.
+        ValueError: the class cannot be in pages, or refuses an option.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        cls: Callable[..., torch.optim.Optimizer],
+        *,
+        store: TierStore | None = None,
+        elementwise: bool | None = None,
+        partition: str = "auto",
+        gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        nonfinite: str = "raise",
+        missing: str = "zeros",
+        **options: Any,
+    ) -> None:
+        require_usable(cls)
+        self._class = cls
+        self._options = options
+        self._is_listed = cls in ELEMENTWISE
+        self._is_elementwise = self._is_listed if elementwise is None else elementwise
+        self._kept: dict[Any, Kept] = {}
+        empty = torch.zeros((1, 1), dtype=torch.float32, device="cpu", requires_grad=True)
+        # It steps a page: the views of the page stand in its group and state meanwhile.
+        self._stepper = cls([empty], **options)
+        require_options(cls, self._stepper.defaults)
+        super().__init__(
+            params,
+            dict(self._stepper.defaults),
+            store=store,
+            partition=partition,
+            gradient=gradient,
+            nonfinite=nonfinite,
+            missing=missing,
+        )
+
+    # ------------------------------------------------------------------------------ what is kept
+
+    def paged_parameter(
+        self, group: Mapping[str, Any], name: str, tensor: torch.Tensor, **placing: Any
+    ) -> PagedParameter:
+        """Return a parameter with the states that the class keeps for it."""
+        kept = self._kept_for(group, tensor)
+        # On a CPU, the fused kernels of torch round otherwise at the ends of a tensor.
+        is_cut = self._is_elementwise and not (group.get("fused") and tensor.device.type == "cpu")
+        if is_dtensor(tensor) and not is_cut:
+            raise ValueError(
+                f"{self._class.__name__} sees whole parameters, and a rank has a part of {name!r}: "
+                "use DDP. If it steps each element by itself, pass elementwise=True"
+            )
+        return PagedParameter(
+            name=name,
+            tensor=tensor,
+            states=kept.states,
+            initial={state: kept.initial[state] for state in kept.states if state in kept.initial},
+            row_states=kept.row_states,
+            elementwise=is_cut,
+            **placing,
+        )
+
+    def scalars_of(self, group: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return the numbers that the class keeps for a parameter, before the first step."""
+        kept = self._kept_for(group, group["params"][0])
+        found = {name: kept.initial.get(name, 0.0) for name in kept.kinds}
+        return found if "step" in found else {**found, STEPPED: 0.0}
+
+    def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the pages of a param group depend on: the states, which options choose."""
+        kinds = {(tensor.ndim, tensor.dtype): tensor for tensor in group["params"]}
+        states = {kind: dict(self._kept_for(group, of).states) for kind, of in kinds.items()}
+        return {**super().layout_of(group), "states": states, "fused": group.get("fused")}
+
+    def check_group(self, group: dict[str, Any], number: int) -> None:
+        """Refuse options that pages cannot have."""
+        require_options(self._class, group)
+
+    def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
+        """Refuse hyperparameters of another class."""
+        where = f"the saved group of the parameters of param group {number}"
+        require_same_class(self._class, self.defaults, saved, where)
+        require_options(self._class, saved)
+
+    def _kept_for(self, group: Mapping[str, Any], tensor: torch.Tensor) -> Kept:
+        dtype = master_dtype(tensor.dtype)
+        key = (*signature(group), tensor.ndim, dtype)
+        if key not in self._kept:
+            if not self._is_listed:
+                require_apart(self._class, self._options, group, tensor.ndim)
+            self._kept[key] = kept_by(self._class, self._options, group, tensor.ndim, dtype)
+        return self._kept[key]
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def step_pages(self, pages: SteppedPages) -> None:
+        """Step the pages of a sweep, and the scalars of the parameters in ``pages.present``."""
+        steps = [
+            ClassSteps(self._stepper, self._made, group, partial(self._kept_for, group))
+            for group in self.param_groups
+        ]
+        scalars = self.store.pages.scalars
+        advanced = {
+            parameter.name: of.advanced(parameter.tensor, scalars[parameter.name])
+            for of, group in zip(steps, self._attached.groups, strict=True)
+            for parameter in group.parameters
+            if parameter.name in pages.present
+        }
+        for page in pages:
+            steps[page.group].step_page(page, scalars, advanced)
+        scalars.update((name, dict(values)) for name, values in advanced.items())
+        for group, of in zip(self.param_groups, steps, strict=True):
+            group.update(of.changed)
+
+    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return self._class(groups, **self._options)

@@ -1,0 +1,86 @@
+"""Warnings of a restore that does what it was told, but probably not what was wanted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+
+def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[float]) -> None:
+    """Warn if the lr of a group is not the restored lr.
+
+    Args:
+        groups: the param groups.
+        restored: the lr of each group that was restored; groups that were added since come last.
+    """
+    for number, (group, lr) in enumerate(zip(groups, restored, strict=False)):
+        if float(group["lr"]) != lr:
+            warnings.warn(
+                f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
+                f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
+                "start: make it before, and call store.register(scheduler=scheduler)",
+                stacklevel=4,
+            )
+            return
+
+
+def scheduled_keys(group: Mapping[str, Any], *, is_scheduled: bool) -> set[str]:
+    """Return the keys of a group that a scheduler sets, and does not set again when it is loaded.
+
+    Args:
+        group: as restored.
+        is_scheduled: the commit has the state of a scheduler.
+    """
+    found = set()
+    if is_scheduled or "initial_lr" in group:
+        found |= {"lr", "initial_lr"}
+    if "max_momentum" in group:
+        found |= {"momentum", "betas"}
+    return found
+
+
+def warn_of_other_values(
+    groups: Sequence[Mapping[str, Any]],
+    given: Sequence[Mapping[str, Any]],
+    keys: Collection[str],
+    *,
+    is_scheduled: bool,
+) -> None:
+    """Warn if restored param groups have other values than the program gave them.
+
+    Args:
+        groups: the groups as restored.
+        given: the groups as the program had them.
+        keys: the keys that the rule knows.
+        is_scheduled: the commit has the state of a scheduler.
+    """
+    found = []
+    for index, (group, before) in enumerate(zip(groups, given, strict=False)):
+        names = {*keys} & before.keys() & group.keys()
+        names -= scheduled_keys(group, is_scheduled=is_scheduled)
+        found += [
+            f"{name} of group {index} is {group[name]!r}, given {before[name]!r}"
+            for name in sorted(names)
+            if _plain(before[name]) != _plain(group[name])
+        ]
+    if found:
+        warnings.warn(
+            f"restore() took the saved values of param groups: {'; '.join(found)}. "
+            "restore(keep_hyperparameters=True) keeps the values that the program gave",
+            stacklevel=4,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that compares: lists as tuples, tensors and scalars of numpy as floats."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    # A tensor of float32 has the 0.01 of a program rounded.
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return float(f"{float(value):.6g}") if is_number else value
