@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from tierstore.layout.parameters import STEPPED, master_dtype
 from tierstore.optim.classes import Kept, step_of, values_of
-from tierstore.paging.views import PageView
+from tierstore.paging.views import PageView, without_collections
 
 Scalars = Mapping[str, float]
 """Name -> value of each scalar of a parameter."""
+
+_SMALL_NUMEL = 1 << 14
+"""Tensors below are joined: what a call of torch takes for each is then more than the rule."""
+
+
+class _Row(NamedTuple):
+    """A chunk that is stepped, or several as one."""
+
+    name: str
+    """Name of the parameter, or of the first."""
+    master: torch.Tensor
+    grad: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    kept: Kept
+    scalars: Scalars
 
 
 class ClassSteps:
@@ -27,6 +43,7 @@ class ClassSteps:
         make: makes another one for a list of param groups.
         group: the param group.
         kept_for: returns what the class keeps for a parameter.
+        joins: small tensors are stepped as one, which elementwise classes do not notice.
     """
 
     def __init__(
@@ -35,12 +52,15 @@ class ClassSteps:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         group: Mapping[str, Any],
         kept_for: Callable[[torch.Tensor], Kept],
+        *,
+        joins: bool,
     ) -> None:
         self._optimizer = optimizer
         self._make = make
         self._before = values_of(group)
         self._after = self._before
         self._kept_for = kept_for
+        self._joins = joins
         self._kept: dict[tuple[int, torch.dtype], Kept] = {}
         self._advanced: dict[Any, dict[str, float]] = {}
 
@@ -62,13 +82,13 @@ class ClassSteps:
         if key not in self._advanced:
             kept = self._kept_of(tensor)
             one = torch.zeros((1,) * tensor.ndim, dtype=master_dtype(tensor.dtype), device="cpu")
-            one.grad = torch.zeros_like(one)
             states = {name: one.to(dtype, copy=True) for name, dtype in kept.states.items()}
-            [state] = self._step([one], [states], [kept], [scalars])
+            [state] = self._step([_Row("", one, torch.zeros_like(one), states, kept, scalars)])
             found = {name: float(state[name]) for name in kept.kinds}
             self._advanced[key] = found | ({STEPPED: 1.0} if STEPPED in scalars else {})
         return self._advanced[key]
 
+    @without_collections()
     def step_page(
         self, page: PageView, scalars: Mapping[str, Scalars], advanced: Mapping[str, Scalars]
     ) -> None:
@@ -83,78 +103,59 @@ class ClassSteps:
             ValueError: the class keeps other states than a small tensor had, or numbers that depend
                 on gradients.
         """
-        shards = [shard for shard in page.shards if shard.has_gradient]
-        names = [shard.spec.name for shard in shards for _ in shard.chunks]
-        chunks = [chunk for shard in shards for chunk in shard.chunks]
-        if not chunks:
+        rows: list[_Row] = []
+        for shard in page.shards:
+            kept, name = self._kept_of(shard.parameter.tensor), shard.spec.name
+            for chunk in shard.chunks if shard.has_gradient else ():
+                grad = chunk.grad
+                assert grad is not None
+                rows.append(_Row(name, chunk.master, grad, chunk.states, kept, scalars[name]))
+        if not rows:
             return
-        tensors = []
-        for chunk in chunks:
-            tensor = chunk.master.detach()
-            grad = chunk.grad
-            assert grad is not None
-            tensor.grad = grad.to(tensor.dtype)
-            tensors.append(tensor)
-        kept = [self._kept_of(shard.parameter.tensor) for shard in shards for _ in shard.chunks]
-        states = [chunk.states for chunk in chunks]
-        found = self._step(tensors, states, kept, [scalars[name] for name in names])
-        for name, state, views, of in zip(names, found, states, kept, strict=True):
-            for scalar in of.kinds:
+        joined, apart = _joined(rows) if self._joins else (rows, [])
+        for row, state in zip(joined, self._step(joined), strict=True):
+            for scalar in row.kept.kinds:
                 value = state[scalar]
                 # A GPU would be waited for: its fused classes count steps alone.
                 is_known = not (isinstance(value, torch.Tensor) and value.is_cuda)
-                if is_known and float(value) != advanced[name][scalar]:
+                if is_known and float(value) != advanced[row.name][scalar]:
                     raise ValueError(
                         f"{type(self._optimizer).__name__} keeps a number {scalar!r} of "
-                        f"{name!r} that depends on gradients, so it cannot be in pages"
+                        f"{row.name!r} that depends on gradients, so it cannot be in pages"
                     )
-            for key, view in views.items():
+            for key, view in row.states.items():
                 if state[key] is not view:  # Created in this step, or replaced.
                     view.copy_(state[key])
+        for whole, parts in apart:
+            torch._foreach_copy_(parts, _unflatten_dense_tensors(whole, parts))  # type: ignore[no-untyped-call]
 
-    def _step(
-        self,
-        tensors: Sequence[torch.Tensor],
-        states: Sequence[Mapping[str, torch.Tensor]],
-        kept: Sequence[Kept],
-        scalars: Sequence[Scalars],
-    ) -> list[dict[str, Any]]:
-        """Step tensors as the parameters of the group; return the state of each afterwards.
-
-        Args:
-            tensors: with gradients.
-            states: of each tensor by name, in place; not used at its first step.
-            kept: what the class keeps for each.
-            scalars: of each, before the step.
-        """
+    def _step(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
+        """Step tensors as the parameters of the group; return the state of each afterwards."""
         optimizer = self._optimizer
-        first = [index for index, of in enumerate(scalars) if not _is_stepped(of)]
+        params = []
+        for row in rows:
+            params.append(row.master.detach())  # Which has a gradient of its own.
+            params[-1].grad = row.grad.to(row.master.dtype)
         optimizer.state = defaultdict(dict)
+        first = [p for p, row in zip(params, rows, strict=True) if not _is_stepped(row.scalars)]
         if first:  # Classes create states with the optimizer, or at the first step.
-            params = [tensors[index] for index in first]
-            optimizer.state.update(self._make([{**self._before, "params": params}]).state)
-        if len(first) < len(tensors):
-            device = tensors[0].device if self._before.get("fused") else torch.device("cpu")
-            of_classes: dict[int, list[int]] = {}
-            for index in sorted({*range(len(tensors))} - {*first}):
-                of_classes.setdefault(id(kept[index]), []).append(index)
-            for indices in of_classes.values():
-                given: list[dict[str, Any]] = [dict(states[index]) for index in indices]
-                for name, kind in kept[indices[0]].kinds.items():
-                    values: Sequence[Any] = [scalars[index][name] for index in indices]
-                    if isinstance(kind, torch.dtype):  # One allocation for all of them.
-                        values = torch.tensor(values, dtype=kind, device=device).unbind()
-                    else:
-                        values = [kind(value) for value in values]
-                    for state, value in zip(given, values, strict=True):
-                        state[name] = value
-                optimizer.state.update(zip((tensors[i] for i in indices), given, strict=True))
-        optimizer.param_groups = [{**self._before, "params": [*tensors]}]
+            optimizer.state.update(self._make([{**self._before, "params": first}]).state)
+        for param, row in zip(params, rows, strict=True):
+            if _is_stepped(row.scalars):
+                device = param.device if self._before.get("fused") else "cpu"
+                numbers = {
+                    name: torch.tensor(row.scalars[name], dtype=kind, device=device)  # ()
+                    if isinstance(kind, torch.dtype)
+                    else kind(row.scalars[name])
+                    for name, kind in row.kept.kinds.items()
+                }
+                optimizer.state[param] = {**numbers, **row.states}
+        optimizer.param_groups = [{**self._before, "params": params}]
         step_of(optimizer)
-        found = [optimizer.state[tensor] for tensor in tensors]
+        found = [optimizer.state[param] for param in params]
         after = values_of(optimizer.param_groups[0])
         optimizer.state, optimizer.param_groups = defaultdict(dict), []
-        self._require_same(after, found, kept)
+        self._require_same(after, found, [row.kept for row in rows])
         return found
 
     def _require_same(
@@ -186,3 +187,29 @@ class ClassSteps:
 
 def _is_stepped(scalars: Scalars) -> bool:
     return scalars.get(STEPPED, scalars.get("step", 1.0)) > 0
+
+
+def _joined(
+    rows: Sequence[_Row],
+) -> tuple[list[_Row], list[tuple[torch.Tensor, list[torch.Tensor]]]]:
+    """Return rows with copies of small ones joined, and for each copy the tensors to copy it to.
+
+    Example: of rows with 8, 8 and 1 << 20 elements, the first two become one row with 16 elements.
+    """
+    found: list[_Row] = []
+    small: dict[Any, list[_Row]] = {}
+    for row in rows:
+        if row.master.numel() < _SMALL_NUMEL and row.master.is_contiguous():
+            small.setdefault((id(row.kept), *row.scalars.values()), []).append(row)
+        else:
+            found.append(row)
+    apart: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for alike in small.values():
+        masters = [row.master for row in alike]
+        states = {name: [row.states[name] for row in alike] for name in alike[0].states}
+        grads = [row.grad.contiguous() for row in alike]
+        grad, master, *flat = map(_flatten_dense_tensors, (grads, masters, *states.values()))
+        joined = dict(zip(states, flat, strict=True))
+        found.append(alike[0]._replace(master=master, grad=grad, states=joined))
+        apart += zip((master, *flat), (masters, *states.values()), strict=True)
+    return found, apart

@@ -149,7 +149,13 @@ class Paged(PagedOptimizer):
     def step_pages(self, pages: SteppedPages) -> None:
         """Step the pages of a sweep, and the scalars of the parameters in ``pages.present``."""
         steps = [
-            ClassSteps(self._stepper, self._made, group, partial(self._kept_for, group))
+            ClassSteps(
+                self._stepper,
+                self._made,
+                group,
+                partial(self._kept_for, group),
+                joins=self._is_listed and not group.get("fused"),
+            )
             for group in self.param_groups
         ]
         scalars = self.store.pages.scalars
@@ -161,7 +167,8 @@ class Paged(PagedOptimizer):
         }
         for page in pages:
             steps[page.group].step_page(page, scalars, advanced)
-        scalars.update((name, dict(values)) for name, values in advanced.items())
+        for name, values in advanced.items():
+            scalars[name].update(values)
         for group, of in zip(self.param_groups, steps, strict=True):
             group.update(of.changed)
 

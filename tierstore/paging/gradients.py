@@ -292,7 +292,8 @@ class NonFinite:
 
 def named_by(parameters: Sequence[PagedParameter], bits: int) -> list[str]:
     """Return the names of the parameters whose bit is 1; the lowest bit is that of the first."""
-    return [parameter.name for index, parameter in enumerate(parameters) if bits >> index & 1]
+    flags = zip(parameters, reversed(f"{bits:b}"), strict=False)
+    return [parameter.name for parameter, flag in flags if flag == "1"]
 
 
 def describe_nonfinite(names: Sequence[str], ranks: Sequence[int] = ()) -> str:

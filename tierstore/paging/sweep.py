@@ -17,7 +17,7 @@ from tierstore.paging.device import Copy, Device
 from tierstore.paging.gradients import NonFinite
 from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
-from tierstore.paging.views import PageView, Source
+from tierstore.paging.views import PageView, Source, without_collections
 
 
 class Phase(enum.Enum):
@@ -128,7 +128,8 @@ class Sweep:
                     self._finish(*held.popleft())
                 next(stream)
                 source = next(sources)
-                view = page.view(source, self._present)
+                with without_collections():
+                    view = page.view(source, self._present)
                 view.adopt_parameters(page.written)
                 self._phase = Phase.STEPPING
                 if self._has_gradient(page):
