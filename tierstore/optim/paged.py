@@ -22,6 +22,7 @@ from tierstore.optim.classes import (
     require_same_class,
     require_usable,
     signature,
+    values_of,
 )
 from tierstore.paging.sweep import SteppedPages
 from tierstore.store import TierStore
@@ -78,10 +79,12 @@ class Paged(PagedOptimizer):
         empty = torch.zeros((1, 1), dtype=torch.float32, device="cpu", requires_grad=True)
         # It steps a page: the views of the page stand in its group and state meanwhile.
         self._stepper = cls([empty], **options)
-        require_options(cls, self._stepper.defaults)
+        [group] = self._stepper.param_groups  # Classes add keys to it, such as counts.
+        defaults = {**self._stepper.defaults, **values_of(group)}
+        require_options(cls, defaults)
         super().__init__(
             params,
-            dict(self._stepper.defaults),
+            defaults,
             store=store,
             partition=partition,
             gradient=gradient,

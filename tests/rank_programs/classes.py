@@ -1,0 +1,51 @@
+"""Ranks that train with a class of ``torch.optim`` on pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import tierstore
+from tests.support.class_training import PAGES, STEPS, Reference, parameters, train
+
+
+def resumed(case: str, kind: str, dtype: torch.dtype, directory: Path) -> None:
+    """Train, leave and go on: the run has the bits of the class on one rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for last in (7, STEPS):
+        own = full = parameters(dtype)
+        if kind == "fsdp":
+            own = {
+                name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) if p.ndim else p
+                for name, p in full.items()
+            }
+        options = {} if kind == "fsdp" else {"partition": kind}
+        with tierstore.TierStore(directory, resume=True, **PAGES) as store:
+            optimizer = train(case, own, store, last, full.values(), **options)
+            if last == STEPS:
+                Reference(case, dtype).require_equal(own, optimizer.state_dict()["state"])
+
+
+class _Own(torch.optim.SGD):
+    """Not one of the classes that are known to be elementwise."""
+
+
+def make_of_shards() -> list[str]:
+    """Return what Paged raises for a shard, without and with the word of the user."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    found = []
+    for elementwise in (None, True):
+        with tierstore.TierStore(None) as store:
+            try:
+                tierstore.Paged([("w", shard)], _Own, store=store, elementwise=elementwise)
+            except ValueError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+    return found
