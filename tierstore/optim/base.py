@@ -131,6 +131,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         return {"step": 0.0}
 
+    def kinds_of(self, group: Mapping[str, Any]) -> Mapping[str, torch.dtype | type]:
+        """Return the dtypes of the tensors, or types, that scalars of a group are in state dicts.
+
+        Returns:
+            Name -> dtype or type; tensors of float32 if absent.
+        """
+        return {}
+
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the pages of a param group depend on, by key: it may not be changed."""
         return {"param_names": list(group.get("param_names") or ())}
@@ -500,10 +508,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._attach_groups()
             states, scalars = self.store.pages.read_states(), self.store.pages.scalars
         names = [[p.name for p in group.parameters] for group in self._attached.groups]
-        shown = {
-            name: {scalar: _tensor(value) for scalar, value in of.items() if scalar != STEPPED}
-            for name, of in scalars.items()
-        }
+        shown = {}
+        for group in self._attached.groups:
+            kinds = self.kinds_of(group.hyperparameters)
+            for name in [p.name for p in group.parameters if p.name in scalars]:
+                values = scalars[name].items()
+                shown[name] = {s: _as(kinds.get(s), v) for s, v in values if s != STEPPED}
         packed_states, packed_groups = pack(self.param_groups, names, states, shown)
         packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
@@ -673,8 +683,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._shown_scalars(group), paged
 
 
-def _tensor(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
+def _as(kind: torch.dtype | type | None, value: float) -> Any:
+    """Return a scalar as a state dict has it."""
+    if isinstance(kind, type):
+        return kind(value)
+    return torch.tensor(value, dtype=kind or torch.float32, device="cpu")  # ()
 
 
 def _prefetcher(optimizer: weakref.ref[PagedOptimizer]) -> Callable[[torch.Tensor], None]:

@@ -122,6 +122,10 @@ class Paged(PagedOptimizer):
         found = {name: kept.initial.get(name, 0.0) for name in kept.kinds}
         return found if "step" in found else {**found, STEPPED: 0.0}
 
+    def kinds_of(self, group: Mapping[str, Any]) -> Mapping[str, torch.dtype | type]:
+        """Return the dtypes or types of the scalars that the class keeps."""
+        return self._kept_for(group, group["params"][0]).kinds
+
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the pages of a param group depend on: the states, which options choose."""
         kinds = {(tensor.ndim, tensor.dtype): tensor for tensor in group["params"]}
