@@ -203,10 +203,10 @@ def of_optimizers() -> Names:
     parameter.grad = torch.randn_like(parameter)
     store = tierstore.TierStore(None)
     packages = {"torch": torch, "tierstore": tierstore}
-    return {**packages, "parameter": parameter, "group": {"lr": 0.1}, "store": store, "lr": 0.1}
+    return {**packages, "parameter": parameter, "store": store, "lr": 0.1}
 
 
-def of_a_sweep() -> Names:
+def of_encoded_states() -> Names:
     names = of_optimizers()
     paged = tierstore.pages.PagedParameter(
         name="weight", tensor=names["parameter"], encodings={"master": "remainder"}
@@ -214,11 +214,6 @@ def of_a_sweep() -> Names:
     names["store"].pages.attach(
         [tierstore.pages.PagedGroup(parameters=[paged], hyperparameters={})]
     )
-    return names
-
-
-def of_encoded_states() -> Names:
-    names = of_a_sweep()
     names["sweep"] = names["store"].pages.sweep()  # It is never ended.
     page = next(iter(names["sweep"].__enter__()))
     return {**names, "chunk": page.shards[0].chunks[0]}
@@ -234,8 +229,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/getting-started.md": of_getting_started,
     "docs/guide/getting-started.md-1": of_freezing,
     "docs/guide/muon.md": of_muon,
-    "docs/guide/optimizers.md": of_optimizers,
-    "docs/guide/optimizers.md-1": of_a_sweep,
+    "docs/guide/optimizers.md-1": of_optimizers,
     "docs/guide/optimizers.md-2": of_encoded_states,
     "docs/guide/planning.md": of_planning,
     "docs/guide/ranks.md": of_ranks,

@@ -245,7 +245,7 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
-    """One whose states are on a store, and that has no restore() of its own."""
+    """A class of Python that knows nothing of pages."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from tierstore.integrations.huggingface import StoreTrainer
@@ -255,10 +255,6 @@ def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
 
     sys.path.insert(0, str(EXAMPLES))
     from lion import Lion
-
-    class OwnLion(Lion):
-        def step(self, closure: None = None) -> None:
-            super().step()
 
     def make(directory: Path, store: tierstore.TierStore, steps: int) -> Any:
         made = trainer_of(directory, store)
@@ -273,7 +269,7 @@ def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
             ),
             train_dataset=made.train_dataset,
             store=store,
-            optimizers=(OwnLion(made.model.named_parameters(), store), None),
+            optimizers=(tierstore.Paged(made.model.named_parameters(), Lion, store=store), None),
         )
 
     assert_resumes(make, tmp_path)
