@@ -215,9 +215,10 @@ def ours(
     offload: bool = False,
     step_on: str | None = None,
     parameters_on_host: bool = False,
+    of_torch: bool = False,
     **encodings: Any,
 ) -> Training:
-    """Train with tierstore: Muon for matrices, or AdamW for all parameters."""
+    """Train with tierstore: Muon for matrices, AdamW for all parameters, or AdamW of torch."""
     if parameters_on_host:
         shard(job, model, stack)
         step_on = None if job.device == "cpu" else job.device
@@ -236,7 +237,10 @@ def ours(
         adamw_lr=ADAMW_LR,
         is_muon=(lambda name, parameter: False) if adamw else None,
     )
-    optimizer = muon.Muon(groups, store=store, **encodings)
+    optimizer: tierstore.PagedOptimizer = muon.Muon(groups, store=store, **encodings)
+    if of_torch:
+        named, cls = model.named_parameters(), torch.optim.AdamW
+        optimizer = tierstore.Paged(named, cls, store=store, lr=ADAMW_LR, fused=True)
     if tier == "host":
         store.move("host")
     if directory is not None:
@@ -349,6 +353,7 @@ CONTENDERS: Mapping[str, Contender] = {
     "device-offload": _ours("muon", tier="device", offload=True),
     "parameters-host": _ours("muon", tier="host", parameters_on_host=True),
     "adamw-host": _ours("adamw", tier="host"),
+    "adamw-of-torch-host": _ours("adamw of torch", tier="host", of_torch=True),
     "adamw-host-offload": _ours("adamw", tier="host", offload=True),
     "adamw-cpu": _ours("adamw", tier="host", offload=True, step_on="cpu"),
     "adamw-8bit-host": _ours(

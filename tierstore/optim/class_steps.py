@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from tierstore.layout.parameters import STEPPED, master_dtype
 from tierstore.optim.classes import Kept, step_of, values_of
@@ -17,7 +16,7 @@ Scalars = Mapping[str, float]
 """Name -> value of each scalar of a parameter."""
 
 _SMALL_NUMEL = 1 << 14
-"""Tensors below are joined: what a call of torch takes for each is then more than the rule."""
+"""Tensors below are stacked: what a call of torch takes for each is then more than the rule."""
 
 
 class _Row(NamedTuple):
@@ -127,7 +126,7 @@ class ClassSteps:
                 if state[key] is not view:  # Created in this step, or replaced.
                     view.copy_(state[key])
         for whole, parts in apart:
-            torch._foreach_copy_(parts, _unflatten_dense_tensors(whole, parts))  # type: ignore[no-untyped-call]
+            torch.unbind_copy(whole, out=parts)
 
     def _step(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
         """Step tensors as the parameters of the group; return the state of each afterwards."""
@@ -192,24 +191,24 @@ def _is_stepped(scalars: Scalars) -> bool:
 def _joined(
     rows: Sequence[_Row],
 ) -> tuple[list[_Row], list[tuple[torch.Tensor, list[torch.Tensor]]]]:
-    """Return rows with copies of small ones joined, and for each copy the tensors to copy it to.
+    """Return rows with small ones of one shape stacked, and for each stack the tensors in it.
 
-    Example: of rows with 8, 8 and 1 << 20 elements, the first two become one row with 16 elements.
+    Example: two rows of shape (8,) and one of (1 << 20,) become a row of (2, 8) and the large one.
     """
     found: list[_Row] = []
     small: dict[Any, list[_Row]] = {}
     for row in rows:
-        if row.master.numel() < _SMALL_NUMEL and row.master.is_contiguous():
-            small.setdefault((id(row.kept), *row.scalars.values()), []).append(row)
+        if row.master.numel() < _SMALL_NUMEL:
+            key = (row.master.shape, id(row.kept), *row.scalars.values())
+            small.setdefault(key, []).append(row)
         else:
             found.append(row)
     apart: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for alike in small.values():
         masters = [row.master for row in alike]
         states = {name: [row.states[name] for row in alike] for name in alike[0].states}
-        grads = [row.grad.contiguous() for row in alike]
-        grad, master, *flat = map(_flatten_dense_tensors, (grads, masters, *states.values()))
-        joined = dict(zip(states, flat, strict=True))
-        found.append(alike[0]._replace(master=master, grad=grad, states=joined))
-        apart += zip((master, *flat), (masters, *states.values()), strict=True)
+        stacked = {name: torch.stack(tensors) for name, tensors in states.items()}
+        master, grad = torch.stack(masters), torch.stack([row.grad for row in alike])
+        found.append(alike[0]._replace(master=master, grad=grad, states=stacked))
+        apart += [(master, masters), *((stacked[name], states[name]) for name in states)]
     return found, apart
