@@ -27,6 +27,7 @@ from tierstore.paging.fsdp import reshard
 from tierstore.paging.host_gradients import HostGradient
 from tierstore.paging.rank_checks import digest_of, hyperparameters_of, require_equal
 from tierstore.paging.sources import Places
+from tierstore.paging.views import without_collections
 from tierstore.ranks.peers import Peers, agree
 
 # Replicas of a gradient may be rounded differently. Gradients of other data differ by far more.
@@ -92,6 +93,7 @@ def agree_on_gradients(
     unread: NonFinite | None = None
     options = {"nonfinite": nonfinite, "missing": missing}
 
+    @without_collections()
     def look() -> tuple[int, int, int, int, bytes]:
         nonlocal unread
         reshard(members)
