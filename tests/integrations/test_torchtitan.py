@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,17 +31,19 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def train(directory: Path, steps: int) -> Loop:
-    loop = Loop(tierstore.TierStore(directory, resume=True))
+def train(directory: Path, steps: int, cls: Any = None) -> Loop:
+    loop = Loop(tierstore.TierStore(directory, resume=True), cls=cls)
     loop.train(steps)
     loop.checkpointer.close()
     return loop
 
 
-def test_a_run_continues_with_all_that_its_commit_has(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 6)
-    train(tmp_path / "run", 2)
-    resumed = train(tmp_path / "run", 6)
+@pytest.mark.parametrize("cls", [None, torch.optim.Adamax])
+def test_a_run_continues_with_all_that_its_commit_has(cls: Any, tmp_path: Path) -> None:
+    """With Muon, and with a class of torch."""
+    whole = train(tmp_path / "whole", 6, cls)
+    train(tmp_path / "run", 2, cls)
+    resumed = train(tmp_path / "run", 6, cls)
     assert resumed.state_dict() == {"step": 6, "seen": 24}
     assert all(map(torch.equal, resumed.values, whole.values))
 

@@ -50,17 +50,26 @@ class Run:
     Args:
         directory: of the store.
         options: arguments of the store.
+        cls: a class of torch in place of Muon.
         of_optimizer: arguments of Muon.
     """
 
     def __init__(
-        self, directory: Path | Storage | None, options: dict[str, Any], **of_optimizer: Any
+        self,
+        directory: Path | Storage | None,
+        options: dict[str, Any],
+        cls: Any = None,
+        **of_optimizer: Any,
     ) -> None:
         self.parameters = training.make_parameters(torch.bfloat16)
         self.store = tierstore.TierStore(directory, page_bytes=PAGE_BYTES, **options)
-        groups = training.make_groups(self.parameters)
-        of_optimizer = {"ns_dtype": torch.float32, **of_optimizer}
-        self.optimizer = muon.Muon(groups, store=self.store, **of_optimizer)
+        self.optimizer: tierstore.PagedOptimizer
+        if cls is None:
+            groups = training.make_groups(self.parameters)
+            of_optimizer = {"ns_dtype": torch.float32, **of_optimizer}
+            self.optimizer = muon.Muon(groups, store=self.store, **of_optimizer)
+        else:
+            self.optimizer = tierstore.Paged(self.parameters.items(), cls, store=self.store)
         if directory is not None:
             self.optimizer.restore()
 
@@ -134,6 +143,23 @@ def test_results_are_those_of_gradients_that_stay(
         assert norms == expected
         training.assert_identical(leaves.snapshot(), stays.snapshot())
         leaves.store.close()
+
+
+@pytest.mark.parametrize("step_on", [None, "cpu"])
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.SGD])
+def test_a_class_of_torch_steps_gradients_that_left(
+    cls: Any, step_on: str | None, tmp_path: Path
+) -> None:
+    """Of two backwards, clipped: the bits of the class over copies of float32."""
+    with fake_cuda():
+        options = {**LEAVES, "step_on": step_on}
+        run = Run(tmp_path, options, cls)
+        norms = train(run, backwards=2, max_norm=0.5)
+        values = run.snapshot()
+        run.store.close()
+    stays = Run(None, STAYS, cls)
+    assert all(map(torch.equal, norms, train(stays, backwards=2, max_norm=0.5)))
+    training.assert_identical(values, stays.snapshot())
 
 
 def go_on(directory: Path, step_on: str | None, steps: int, kill_at: int = 0) -> None:

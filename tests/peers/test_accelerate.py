@@ -38,6 +38,7 @@ class Loop:
         *,
         seedable: bool = False,
         max_norm: float | None = None,
+        cls: Any = None,
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
@@ -54,8 +55,12 @@ class Loop:
         )
         layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3)]
         model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1))
-        groups = muon.param_groups(model, lr=0.02)
-        optimizer = muon.Muon(groups, store=store, ns_dtype=torch.float32)
+        optimizer: tierstore.PagedOptimizer
+        if cls is None:
+            groups = muon.param_groups(model, lr=0.02)
+            optimizer = muon.Muon(groups, store=store, ns_dtype=torch.float32)
+        else:
+            optimizer = tierstore.Paged(model.named_parameters(), cls, store=store)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         self.model, self.optimizer, self.batches, self.scheduler, self.began = prepare(
             self.accelerator, model, optimizer, LOADERS[loader](), scheduler
@@ -120,6 +125,20 @@ def test_stopped_in_any_batch(loader: str, seedable: bool, tmp_path: Path) -> No
             again = [each for each in whole.seen if each[0] > resumed.began]
             assert resumed.seen == again
             assert_equal(resumed.result(), expected)
+
+
+def test_a_class_of_torch_stopped_in_any_batch(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        whole = Loop(store, cls=torch.optim.NAdam, max_norm=0.01)
+        whole.run()
+    for stop_at in (3, 7):
+        torch.manual_seed(0)
+        with pytest.raises(StoppedError), tierstore.TierStore(tmp_path / f"{stop_at}") as store:
+            Loop(store, cls=torch.optim.NAdam, max_norm=0.01).run(stop_at)
+        with tierstore.TierStore(tmp_path / f"{stop_at}", resume=True) as store:
+            resumed = Loop(store, cls=torch.optim.NAdam, max_norm=0.01)
+            resumed.run()
+            assert_equal(resumed.result(), whole.result())
 
 
 def test_the_step_before_a_break(tmp_path: Path) -> None:

@@ -37,9 +37,12 @@ def module_class() -> Any:
             self.validated: list[int] = []
             """The steps after which a validation ended."""
 
-        def configure_optimizers(self) -> Any:
+        def optimizer_of(self) -> tierstore.PagedOptimizer:
             groups = muon.param_groups(self, lr=0.02)
-            optimizer = muon.Muon(groups, store=self.store, ns_dtype=torch.float32)
+            return muon.Muon(groups, store=self.store, ns_dtype=torch.float32)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.optimizer_of()
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -152,6 +155,21 @@ def test_stopped_in_any_batch(
         again = Trained(directory, loader, manual=manual, **limit)
         assert (again.began, again.seen) == (6, [])
         assert_equal(again.result, whole.result)
+
+
+def test_a_class_of_torch_stopped_in_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def optimizer_of(module: Any) -> tierstore.Paged:
+        return tierstore.Paged(module.named_parameters(), torch.optim.RAdam, store=module.store)
+
+    monkeypatch.setattr(module_class(), "optimizer_of", optimizer_of)
+    whole = Trained(tmp_path / "whole", "shuffled")
+    torch.manual_seed(0)
+    assert Trained(tmp_path / "run", "shuffled", 6).stopped
+    resumed = Trained(tmp_path / "run", "shuffled")
+    assert resumed.began == 3
+    assert_equal(resumed.result, whole.result)
 
 
 @pytest.mark.parametrize("step", range(1, 9))

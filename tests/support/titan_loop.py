@@ -9,7 +9,7 @@ from torch import nn
 
 import tierstore
 from muon.integrations.torchtitan import MuonContainer
-from tierstore.integrations.torchtitan import Checkpointer
+from tierstore.integrations.torchtitan import Checkpointer, Container
 
 
 class Batches:
@@ -38,14 +38,23 @@ class Loop:
     """A loop with what a checkpointer takes from a Trainer, in the order of its calls."""
 
     def __init__(
-        self, store: tierstore.TierStore, rank: int = 0, max_norm: float | None = None
+        self,
+        store: tierstore.TierStore,
+        rank: int = 0,
+        max_norm: float | None = None,
+        cls: Any = None,
     ) -> None:
         self._max_norm = max_norm
         self.norms: list[torch.Tensor] = []
         torch.manual_seed(0)
         layers = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
         self.model_parts: list[nn.Module] = [nn.Sequential(*layers)]
-        self.optimizers: Any = MuonContainer(self.model_parts, store=store, ns_dtype=torch.float32)
+        self.optimizers: Any
+        if cls is None:
+            self.optimizers = MuonContainer(self.model_parts, store=store, ns_dtype=torch.float32)
+        else:
+            named = self.model_parts[0].named_parameters()
+            self.optimizers = Container(self.model_parts, tierstore.Paged(named, cls, store=store))
         self.lr_schedulers = torch.optim.lr_scheduler.LambdaLR(
             next(iter(self.optimizers)), lambda step: 1 / (1 + step)
         )
