@@ -1,8 +1,8 @@
 """Time of the elementwise rules: kernels in place of operations of torch.
 
-Both have the same bits, which is checked. ``torch.optim.AdamW(fused=True)`` is another single pass,
-rounded differently, and without a parameter in bfloat16. The state is larger than the caches of
-most processors, as in training.
+Both have the same bits, which is checked. ``torch.optim.AdamW`` in several passes and in one
+(``fused=True``) is rounded differently, and without a parameter in bfloat16. The state is larger
+than the caches of most processors, as in training.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tierstore.layout import encoding_kernels
 from tierstore.layout.encodings import ENCODINGS, EncodedState, StoredTensor
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OF_TORCH: dict[str, dict[str, Any]] = {"torch.optim": {}, "fused": {"fused": True}}
 ENCODED = "AdamW, 8 bits"
 BYTES = {"momentum": 2 + 4 + 4, "weights": 8 + 4 + 4, "AdamW": 24 + 4 + 2, ENCODED: 10 + 2}
 """Bytes per element that a rule reads and writes in one pass, with the tensors of State."""
@@ -118,8 +119,12 @@ class Row:
     """Time of the kernel over that of the operations."""
     again: tuple[float, ...]
     """Time of a second turn of the operations over that of the first."""
+    optim_ns: float | None
+    """Nanoseconds per element with ``torch.optim.AdamW``, for AdamW alone, as all that follow."""
+    fused_ns: float | None
+    """With ``torch.optim.AdamW(fused=True)``."""
     fused_ratio: tuple[float, ...] | None
-    """Time of the kernel over that of torch's fused AdamW."""
+    """Time of the kernel over that of the fused one."""
 
 
 def measure(rule: str, plan: Plan, device: str) -> Row:
@@ -143,11 +148,11 @@ def measure(rule: str, plan: Plan, device: str) -> Row:
         "operations": operate,
         "operations again": operate,
     }
-    if rule == "AdamW":
+    for name, options in (OF_TORCH if rule == "AdamW" else {}).items():
         weight = torch.nn.Parameter(by_kernel.values.clone())
         weight.grad = by_kernel.grad.float()
-        turns["fused"] = torch.optim.AdamW([weight], fused=True, **ADAMW).step
-        turns["fused"]()  # Makes the states.
+        turns[name] = torch.optim.AdamW([weight], **options, **ADAMW).step
+        turns[name]()  # Makes the states.
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in track(range(plan.rounds), description=rule):
         for name in rotated([*turns], number):
@@ -159,15 +164,17 @@ def measure(rule: str, plan: Plan, device: str) -> Row:
         return spread([a / b for a, b in zip(seconds[name], seconds[bound], strict=True)])
 
     numel = plan.rows * plan.columns
-    middle = {name: statistics.median(taken) for name, taken in seconds.items()}
+    middle = {name: statistics.median(taken) / numel * 1e9 for name, taken in seconds.items()}
     return Row(
         rule=rule,
-        operations_ns=middle["operations"] / numel * 1e9,
-        kernel_ns=middle["kernel"] / numel * 1e9,
-        gb_per_s=BYTES[rule] * numel / middle["kernel"] / 1e9,
+        operations_ns=middle["operations"],
+        kernel_ns=middle["kernel"],
+        gb_per_s=BYTES[rule] / middle["kernel"],
         ratio=ratio("kernel", "operations"),
         again=ratio("operations again", "operations"),
-        fused_ratio=ratio("kernel", "fused") if rule == "AdamW" else None,
+        optim_ns=middle.get("torch.optim"),
+        fused_ns=middle.get("fused"),
+        fused_ratio=ratio("kernel", "fused") if "fused" in turns else None,
     )
 
 
@@ -176,14 +183,15 @@ def report(rows: list[Row], device: str) -> Table:
     threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
     table = Table(title=f"Elementwise rules on {device}{threads}, medians (quartiles)")
     table.add_column("rule")
-    for heading in ("operations ns", "kernel ns", "GB/s", "of operations", "operations again"):
+    for heading in ("kernel", "operations", "torch.optim", "fused"):
+        table.add_column(f"{heading} ns", justify="right")
+    for heading in ("GB/s", "of operations", "operations again", "of fused"):
         table.add_column(heading, justify="right")
-    table.add_column("of fused AdamW", justify="right")
     for row in rows:
+        times = row.kernel_ns, row.operations_ns, row.optim_ns, row.fused_ns
         table.add_row(
             row.rule,
-            f"{row.operations_ns:.2f}",
-            f"{row.kernel_ns:.2f}",
+            *("-" if ns is None else f"{ns:.2f}" for ns in times),
             f"{row.gb_per_s:.1f}",
             *(ratio_text(ratio) for ratio in (row.ratio, row.again, row.fused_ratio)),
         )
@@ -202,7 +210,7 @@ def main(
     # As activations are freed in a training: glibc keeps temporaries from then on.
     torch.empty(30 * MIB, dtype=torch.uint8)
     rows = [measure(rule, plan, device) for rule in BYTES]
-    Console(width=120).print(report(rows, device))
+    Console(width=140).print(report(rows, device))
     write_report(json_path, plan=asdict(plan), device=device, rows=[asdict(row) for row in rows])
 
 

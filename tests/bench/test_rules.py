@@ -20,3 +20,4 @@ def test_small_run(tmp_path: Path) -> None:
         assert row["rule"] in done.stdout
         assert row["ratio"] == sorted(row["ratio"])
         assert row["kernel_ns"] > 0
+        assert (row["optim_ns"] is None) == (row["fused_ns"] is None) == (row["rule"] != "AdamW")
