@@ -23,29 +23,20 @@ def muon(
     alpha: float,
     threads: int,
 ) -> bool: ...
-def moments(
+def adamw(
+    master: int,
+    parameter: int,
     grad: int,
     grad_is_bfloat16: bool,
     mean: int,
     mean_sq: int,
-    radicand: int,
-    numel: int,
-    beta1: float,
-    beta2: float,
-    maximize: bool,
-    threads: int,
-) -> None: ...
-def adamw(
-    master: int,
-    parameter: int,
-    mean: int,
-    mean_sq: int,
-    root: int,
     numel: int,
     decay: float,
-    divisor: float,
-    eps: float,
+    beta1: float,
+    beta2: float,
     size: float,
+    epsilon: float,
+    maximize: bool,
     threads: int,
 ) -> bool: ...
 def random_bits(

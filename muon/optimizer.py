@@ -45,11 +45,12 @@ class Muon(tierstore.PagedOptimizer):
     """Muon for matrices, and AdamW for groups with ``algorithm="adamw"``.
 
     Arguments have the meanings and defaults of ``torch.optim.Muon``, but a step refuses gradients
-    that are not finite; see ``nonfinite``. For float32 parameters
-    with contiguous gradients, results equal those of ``torch.optim.Muon`` and
-    ``torch.optim.AdamW(foreach=False)`` bit for bit, except for large matrices on a CPU, which
-    round differently (see ``orthogonalize_``). Parameters of lower precision have a float32
-    master, to which the rule is applied.
+    that are not finite; see ``nonfinite``. For float32 parameters with contiguous gradients,
+    results equal those of ``torch.optim.Muon`` bit for bit, except for large matrices on a CPU,
+    which round differently (see ``orthogonalize_``). Steps of AdamW differ from those of
+    ``torch.optim.AdamW`` in the last bits, which are the same on each CPU and GPU; see
+    docs/reference/torch-optim.md. Parameters of lower precision have a float32 master, to which the
+    rule is applied.
 
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``;

@@ -1,10 +1,7 @@
 // Update rules of muon.kernels.plain in one pass over memory, with the bits of torch's operations.
 //
 // Where torch joins a product and a sum into one rounding, fma() does; nothing else may be joined,
-// which -ffp-contract=off sees to. The root of the second moments is torch's own, between two
-// kernels: that of the library that torch is built with is not always rounded to nearest. It takes
-// six times as long for zeros, of which the moments of an embedding are full: they become ones for
-// it, and zeros again after it.
+// which -ffp-contract=off sees to.
 //
 // Addresses come from muon/kernels/cpu.py, which checks dtypes and layout. Tensors do not overlap.
 // Threads are those of torch: the functions of OpenMP are found in the library that torch has
@@ -141,18 +138,18 @@ void momentum(std::uintptr_t grad_at, bool grad_is_bfloat16, std::uintptr_t buff
 // one that is not was changed, and is the master. Returns whether there was one.
 template <class Rule, class... T>
 bool update_masters(std::uintptr_t master_at, std::uintptr_t parameter_at, std::int64_t numel,
-                    int threads, Rule rule, const T *...tensors) {
+                    int threads, Rule rule, T *...tensors) {
     auto *masters = reinterpret_cast<float *>(master_at);
     auto *parameters = reinterpret_cast<BFloat16 *>(parameter_at);
     if (parameters == nullptr) {
-        auto body = [=](float *master, const T *...at) {
+        auto body = [=](float *master, T *...at) {
             store(master, rule(load(master), at...));
         };
         in_parallel(numel, threads, body, masters, tensors...);
         return false;
     }
     bool is_changed = false;
-    auto body = [=, &is_changed](float *wide, BFloat16 *parameter, const T *...at) {
+    auto body = [=, &is_changed](float *wide, BFloat16 *parameter, T *...at) {
         const Floats master = load(wide), value = load(parameter);
         const Floats rounded = _mm256_castsi256_ps(rounded_bits(master));
         const Floats both_nan = _mm256_and_ps(_mm256_cmp_ps(value, value, _CMP_UNORD_Q),
@@ -184,48 +181,34 @@ bool muon(std::uintptr_t master_at, std::uintptr_t parameter_at, std::uintptr_t 
     return is_changed;
 }
 
-inline Floats is_zero(Floats values) {
-    return _mm256_cmp_ps(values, _mm256_setzero_ps(), _CMP_EQ_OQ);
-}
-
-// The first half of AdamW: means of gradients and of their squares, and what to take the root of.
-void moments(std::uintptr_t grad_at, bool grad_is_bfloat16, std::uintptr_t mean_at,
-             std::uintptr_t mean_sq_at, std::uintptr_t radicand_at, std::int64_t numel,
-             double beta1, double beta2, bool maximize, int threads) {
-    const Lerp to_grad(1 - beta1);
-    const Floats sign = all(maximize ? -1.0f : 1.0f);
-    const Floats past = all(float(beta2)), present = all(float(1 - beta2));
-    const Floats one = all(1.0f);
-    auto rule = [=](const auto *narrow_grad, float *mean, float *mean_sq, float *radicand) {
+// AdamW as muon/kernels/plain.py defines it: each operation is rounded by itself.
+bool adamw(std::uintptr_t master_at, std::uintptr_t parameter_at, std::uintptr_t grad_at,
+           bool grad_is_bfloat16, std::uintptr_t mean_at, std::uintptr_t mean_sq_at,
+           std::int64_t numel, double decay, double beta1, double beta2, double size,
+           double epsilon, bool maximize, int threads) {
+    const Floats decays = all(float(decay)), sign = all(maximize ? -1.0f : 1.0f);
+    const Floats past = all(float(beta1)), present = all(float(1 - beta1));
+    const Floats past_sq = all(float(beta2)), present_sq = all(float(1 - beta2));
+    const Floats sizes = all(float(size)), epsilons = all(float(epsilon));
+    auto rule = [=](Floats master, const auto *narrow_grad, float *means, float *mean_sqs) {
         const Floats grad = _mm256_mul_ps(sign, load(narrow_grad));
-        store(mean, to_grad(load(mean), grad));
-        const Floats old = _mm256_mul_ps(load(mean_sq), past);
-        const Floats mean_of_squares = _mm256_fmadd_ps(_mm256_mul_ps(present, grad), grad, old);
-        store(mean_sq, mean_of_squares);
-        store(radicand, _mm256_blendv_ps(mean_of_squares, one, is_zero(mean_of_squares)));
+        const Floats mean =
+            _mm256_add_ps(_mm256_mul_ps(past, load(means)), _mm256_mul_ps(present, grad));
+        const Floats square = _mm256_mul_ps(present_sq, _mm256_mul_ps(grad, grad));
+        const Floats mean_sq = _mm256_add_ps(_mm256_mul_ps(past_sq, load(mean_sqs)), square);
+        store(means, mean);
+        store(mean_sqs, mean_sq);
+        const Floats divisor = _mm256_add_ps(_mm256_sqrt_ps(mean_sq), epsilons);
+        const Floats step = _mm256_div_ps(_mm256_mul_ps(sizes, mean), divisor);
+        return _mm256_sub_ps(_mm256_mul_ps(master, decays), step);
     };
+    bool is_changed = false;
     typed(grad_at, grad_is_bfloat16, [&](const auto *grad) {
-        in_parallel(numel, threads, rule, grad, reinterpret_cast<float *>(mean_at),
-                    reinterpret_cast<float *>(mean_sq_at), reinterpret_cast<float *>(radicand_at));
+        is_changed =
+            update_masters(master_at, parameter_at, numel, threads, rule, grad,
+                           reinterpret_cast<float *>(mean_at), reinterpret_cast<float *>(mean_sq_at));
     });
-}
-
-// The second half: masters, given both means and the roots.
-bool adamw(std::uintptr_t master_at, std::uintptr_t parameter_at, std::uintptr_t mean_at,
-           std::uintptr_t mean_sq_at, std::uintptr_t root_at, std::int64_t numel, double decay,
-           double divisor, double eps, double size, int threads) {
-    const Floats decays = all(float(decay)), divisors = all(float(divisor));
-    const Floats added = all(float(eps)), minus_size = all(float(-size));
-    auto rule = [=](Floats master, const float *mean, const float *mean_sq, const float *root_of) {
-        const Floats root = _mm256_andnot_ps(is_zero(load(mean_sq)), load(root_of));
-        const Floats denominator = _mm256_add_ps(_mm256_div_ps(root, divisors), added);
-        const Floats step = _mm256_div_ps(_mm256_mul_ps(minus_size, load(mean)), denominator);
-        return _mm256_add_ps(_mm256_mul_ps(master, decays), step);
-    };
-    return update_masters(master_at, parameter_at, numel, threads, rule,
-                          reinterpret_cast<const float *>(mean_at),
-                          reinterpret_cast<const float *>(mean_sq_at),
-                          reinterpret_cast<const float *>(root_at));
+    return is_changed;
 }
 
 // 16 random bits for each element of a matrix: a 32-bit hash of a number of the row and the column
@@ -252,7 +235,6 @@ NB_MODULE(_cpu_kernels, module) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     module.def("momentum", &momentum, release());
     module.def("muon", &muon, release());
-    module.def("moments", &moments, release());
     module.def("adamw", &adamw, release());
     module.def("random_bits", &random_bits, release());
 }

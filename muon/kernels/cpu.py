@@ -17,26 +17,25 @@ from muon import _cpu_kernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _PART_NUMEL = 1 << 16
-"""Elements of a thread: few enough that the moments stay in its cache between two kernels."""
+"""Elements that are worth a further thread."""
 
 
 def fit(*states: Any) -> bool:
-    """Return whether the kernels take these states; None stands for one that is not there.
+    """Return whether the kernels take these states.
 
     Not subclasses, which may have no memory of their own, nor freed tensors.
     """
-    return all(
-        state is None
-        or (
+    for state in states:  # A generator would take longer, which counts for small tensors.
+        if not (
             type(state) in (torch.Tensor, torch.nn.Parameter)
             and state.dtype in _DTYPES
             and state.is_cpu
             and state.is_contiguous()
             and not state.is_neg()
             and state.data_ptr() != 0
-        )
-        for state in states
-    )
+        ):
+            return False
+    return True
 
 
 def momentum_(
@@ -91,71 +90,34 @@ def adamw_(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     *,
-    roots: Sequence[float],
     sizes: Sequence[float],
+    epsilons: Sequence[float],
     decay: float,
     betas: tuple[float, float],
-    eps: float,
     maximize: bool,
 ) -> list[torch.Tensor | None]:
     """Do what ``muon.kernels.plain.adamw_`` does."""
-    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, roots, sizes, strict=True)
-    options: dict[str, Any] = {"decay": decay, "betas": betas, "eps": eps, "maximize": maximize}
-    return [_adamw(*chunk, **options) for chunk in chunks]
-
-
-def _adamw(
-    master: torch.Tensor,
-    parameter: torch.Tensor | None,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    root: float,
-    size: float,
-    *,
-    decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    maximize: bool,
-) -> torch.Tensor | None:
-    numel = master.numel()
-    threads = _threads(numel)
-    part = threads * _PART_NUMEL
-    values = torch.empty(min(part, numel), dtype=torch.float32, device="cpu")
-    is_changed = False
-    for begin in range(0, numel, part):
-        count = min(part, numel - begin)
-        grad_at, mean_at, mean_sq_at, master_at = (
-            tensor.data_ptr() + begin * tensor.itemsize
-            for tensor in (grad, exp_avg, exp_avg_sq, master)
-        )
-        _cpu_kernels.moments(
-            grad_at,
-            grad.dtype == torch.bfloat16,
-            mean_at,
-            mean_sq_at,
-            values.data_ptr(),
-            count,
-            *betas,
-            bool(maximize),
-            threads,
-        )
-        values[:count].sqrt_()
-        is_changed |= _cpu_kernels.adamw(
-            master_at,
-            0 if parameter is None else parameter.data_ptr() + begin * parameter.itemsize,
-            mean_at,
-            mean_sq_at,
-            values.data_ptr(),
-            count,
+    found = []
+    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, sizes, epsilons, strict=True)
+    for master, parameter, grad, exp_avg, exp_avg_sq, size, epsilon in chunks:
+        numel = master.numel()
+        changed = _cpu_kernels.adamw(
+            master.data_ptr(),
+            0 if parameter is None else parameter.data_ptr(),
+            *_typed(grad),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            numel,
             decay,
-            root,
-            eps,
+            *betas,
             size,
-            threads,
+            epsilon,
+            maximize,
+            _threads(numel),
         )
-    torch.autograd.graph.increment_version(master if parameter is None else parameter)
-    return torch.tensor(True) if is_changed else None
+        torch.autograd.graph.increment_version(master if parameter is None else parameter)
+        found.append(torch.tensor(True) if changed else None)
+    return found
 
 
 def random_bits(rows: torch.Tensor, first: int, columns: int) -> torch.Tensor:
@@ -179,4 +141,6 @@ def _typed(tensor: torch.Tensor) -> tuple[int, bool]:
 
 
 def _threads(numel: int) -> int:
+    if numel < _PART_NUMEL:
+        return 1
     return min(torch.get_num_threads(), 1 + numel // _PART_NUMEL)

@@ -2,7 +2,8 @@
 
 A rule made of operations of torch passes over its tensors once per operation, ten times for the
 weights of Muon. Products that torch's kernels add in one rounding are ``tl.fma`` here, and nothing
-else may be: neither ``a * b + c``, nor a division or root that the compiler may approximate.
+else may be: there is neither ``a * b + c``, except in a launch that keeps the compiler from joining
+them, nor a division or root that the compiler may approximate.
 
 Tensors are contiguous, on one GPU, of float32, bfloat16 or float16; see fit().
 """
@@ -23,15 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fit(*states: Any) -> bool:
-    """Return whether the kernels take these states; None stands for one that is not there."""
+    """Return whether the kernels take these states."""
     return all(
-        state is None
-        or (
-            isinstance(state, torch.Tensor)
-            and state.is_contiguous()
-            and state.dtype in DTYPES
-            and state.numel() > 0
-        )
+        isinstance(state, torch.Tensor)
+        and state.is_contiguous()
+        and state.dtype in DTYPES
+        and state.numel() > 0
         for state in states
     )
 
@@ -97,16 +95,15 @@ def adamw_(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     *,
-    roots: Sequence[float],
     sizes: Sequence[float],
+    epsilons: Sequence[float],
     decay: float,
     betas: tuple[float, float],
-    eps: float,
     maximize: bool,
 ) -> list[torch.Tensor | None]:
     """Do what ``muon.kernels.plain.adamw_`` does."""
-    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, roots, sizes, strict=True)
-    options: dict[str, Any] = {"decay": decay, "betas": betas, "eps": eps, "maximize": maximize}
+    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, sizes, epsilons, strict=True)
+    options: dict[str, Any] = {"decay": decay, "betas": betas, "maximize": maximize}
     return [_step_adamw(*chunk, **options) for chunk in chunks]
 
 
@@ -116,12 +113,11 @@ def _step_adamw(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    root: float,
     size: float,
+    epsilon: float,
     *,
     decay: float,
     betas: tuple[float, float],
-    eps: float,
     maximize: bool,
 ) -> torch.Tensor | None:
     changed = None
@@ -137,15 +133,15 @@ def _step_adamw(
             master if changed is None else changed,
             master.numel(),
             decay,
+            betas[0],
             1 - betas[0],
             betas[1],
             1 - betas[1],
-            root,
-            eps,
-            -size,
+            size,
+            epsilon,
             is_rounded=parameter is not None,
+            enable_fp_fusion=False,
             maximize=maximize,
-            weight_small=is_small(1 - betas[0]),
             block=_BLOCK,
         )
     torch.autograd.graph.increment_version(master if parameter is None else parameter)
@@ -293,24 +289,21 @@ def adamw_stepped(
     mean,
     mean_sq,
     decay,
+    beta1,
     grad_weight,
     beta2,
     square_weight,
-    root,
-    eps,
-    minus_size,
+    size,
+    epsilon,
     maximize: tl.constexpr,
-    weight_small: tl.constexpr,
 ):
-    """Return the master and the moments after a step."""
+    """Return the master and the moments after a step. A launch needs enable_fp_fusion=False."""
     if maximize:
         grad = grad * -1.0  # Also the sign of a zero.
-    mean = lerp(mean, grad, grad_weight, weight_small)
-    mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)
-    divisor = tl.full(mean_sq.shape, root, tl.float32)
-    denominator = divided(square_root(mean_sq), divisor) + eps
-    master = tl.fma(minus_size, divided(mean, denominator), master * decay)
-    return master, mean, mean_sq
+    mean = beta1 * mean + grad_weight * grad
+    mean_sq = beta2 * mean_sq + square_weight * (grad * grad)
+    step = divided(size * mean, square_root(mean_sq) + epsilon)
+    return master * decay - step, mean, mean_sq
 
 
 @triton.jit
@@ -323,15 +316,14 @@ def _adamw(
     changed_at,
     numel,
     decay,
+    beta1,
     grad_weight,
     beta2,
     square_weight,
-    root,
-    eps,
-    minus_size,
+    size,
+    epsilon,
     is_rounded: tl.constexpr,
     maximize: tl.constexpr,
-    weight_small: tl.constexpr,
     block: tl.constexpr,
 ):
     places, inside = places_of(numel, block)
@@ -347,14 +339,13 @@ def _adamw(
         mean,
         mean_sq,
         decay,
+        beta1,
         grad_weight,
         beta2,
         square_weight,
-        root,
-        eps,
-        minus_size,
+        size,
+        epsilon,
         maximize,
-        weight_small,
     )
     tl.store(master_at + places, master, mask=inside)
     tl.store(mean_at + places, mean, mask=inside)

@@ -175,16 +175,15 @@ def adamw_(
     exp_avgs: Sequence[AnyState],
     exp_avg_sqs: Sequence[AnyState],
     *,
-    roots: Sequence[float],
     sizes: Sequence[float],
+    epsilons: Sequence[float],
     decay: float,
     betas: tuple[float, float],
-    eps: float,
     maximize: bool,
 ) -> list[torch.Tensor | None]:
     """Do what ``muon.kernels.plain.adamw_`` does, on states that fit() takes."""
-    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, roots, sizes, strict=True)
-    options: dict[str, Any] = {"decay": decay, "betas": betas, "eps": eps, "maximize": maximize}
+    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, sizes, epsilons, strict=True)
+    options: dict[str, Any] = {"decay": decay, "betas": betas, "maximize": maximize}
     return [_step_adamw(*chunk, **options) for chunk in chunks]
 
 
@@ -194,12 +193,11 @@ def _step_adamw(
     grad: torch.Tensor,
     exp_avg: AnyState,
     exp_avg_sq: AnyState,
-    root: float,
     size: float,
+    epsilon: float,
     *,
     decay: float,
     betas: tuple[float, float],
-    eps: float,
     maximize: bool,
 ) -> torch.Tensor | None:
     own, mean, mean_sq = _form(master), _form(exp_avg), _form(exp_avg_sq)
@@ -230,17 +228,16 @@ def _step_adamw(
             mean.digest,
             mean_sq.digest,
             decay,
+            betas[0],
             1 - betas[0],
             betas[1],
             1 - betas[1],
-            root,
-            eps,
-            -size,
+            size,
+            epsilon,
             of_master=own.kind,
             of_mean=mean.kind,
             of_mean_sq=mean_sq.kind,
             maximize=maximize,
-            weight_small=is_small(1 - betas[0]),
             enable_fp_fusion=False,
             **tile,
         )
@@ -302,11 +299,10 @@ def agree(device: torch.device) -> bool:
             with reading(states) as [master, *values]:
                 of_adamw(
                     *([master], [None], [grad], *([value] for value in values)),
-                    roots=[(1 - 0.95**3) ** 0.5],
-                    sizes=[1e-3 / (1 - 0.9**3)],
+                    sizes=[1e-3],
+                    epsilons=[1e-8],
                     decay=1 - 1e-3 * 0.1,
                     betas=(0.9, 0.95),
-                    eps=1e-8,
                     maximize=False,
                 )
             for form in map(_form, states):
@@ -378,17 +374,16 @@ def _adamw(
     mean_digest,
     mean_sq_digest,
     decay,
+    beta1,
     grad_weight,
     beta2,
     square_weight,
-    root,
-    eps,
-    minus_size,
+    size,
+    epsilon,
     of_master: tl.constexpr,
     of_mean: tl.constexpr,
     of_mean_sq: tl.constexpr,
     maximize: tl.constexpr,
-    weight_small: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -410,14 +405,13 @@ def _adamw(
         mean,
         mean_sq,
         decay,
+        beta1,
         grad_weight,
         beta2,
         square_weight,
-        root,
-        eps,
-        minus_size,
+        size,
+        epsilon,
         maximize,
-        weight_small,
     )
     row, column = row + first_row, column + first_column
     bits = random_bits(row, column, mean_digest)

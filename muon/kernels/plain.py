@@ -86,15 +86,14 @@ def adamw_(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     *,
-    roots: Sequence[float],
     sizes: Sequence[float],
-    decay: float | torch.Tensor,
+    epsilons: Sequence[float],
+    decay: float,
     betas: tuple[float, float],
-    eps: float,
     maximize: bool,
     cautious: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Do one step of AdamW.
+    """Do one step of AdamW; see ``muon.kernels.rules``.
 
     Each list has one item for each chunk; the tensors of a chunk have one shape.
 
@@ -104,11 +103,10 @@ def adamw_(
         grads: of any floating-point dtype.
         exp_avgs: of the dtype of the master; updated in place.
         exp_avg_sqs: of the dtype of the master; updated in place.
-        roots: what the roots of the second moments are divided by.
-        sizes: learning rates over the corrections of the first moments.
+        sizes: what the first moments are multiplied by.
+        epsilons: added to the roots of the second moments.
         decay: what the masters are multiplied by; 1 for none.
         betas: weights of the past in the moments.
-        eps: added to the roots.
         maximize: the gradients are negated.
         cautious: decay only elements that the step does not move away from zero.
 
@@ -119,23 +117,42 @@ def adamw_(
     wide_grads = [g.to(m.dtype) for g, m in zip(grads, exp_avgs, strict=True)]
     if maximize:
         wide_grads = list(torch._foreach_neg(wide_grads))
+    # Each line is one operation, because lerp, addcmul and addcdiv may round once or twice, and a
+    # quotient of a tensor and a number is a product on a GPU.
     if decay != 1 and not cautious:
         torch._foreach_mul_(masters, decay)
-    torch._foreach_lerp_(exp_avgs, wide_grads, 1 - betas[0])  # m = beta1 m + (1 - beta1) g
+    torch._foreach_mul_(exp_avgs, betas[0])
+    torch._foreach_add_(exp_avgs, torch._foreach_mul(wide_grads, 1 - betas[0]))
     if decay != 1 and cautious:
         for master, mean in zip(masters, exp_avgs, strict=True):
             _decay_cautiously_(master, mean, decay)
+    squares = torch._foreach_mul(wide_grads, wide_grads)
+    torch._foreach_mul_(squares, 1 - betas[1])
     torch._foreach_mul_(exp_avg_sqs, betas[1])
-    torch._foreach_addcmul_(exp_avg_sqs, wide_grads, wide_grads, 1 - betas[1])  # v, with g^2
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, roots)
-    torch._foreach_add_(denominators, eps)
-    # lr m / (1 - beta1^step) / denominator
-    torch._foreach_addcdiv_(masters, exp_avgs, denominators, [-size for size in sizes])
+    torch._foreach_add_(exp_avg_sqs, squares)
+    divisors = _roots(exp_avg_sqs)
+    torch._foreach_add_(divisors, epsilons)
+    steps = torch._foreach_mul(exp_avgs, sizes)
+    torch._foreach_div_(steps, divisors)
+    torch._foreach_sub_(masters, steps)
     for master, parameter in zip(masters, parameters, strict=True):
         if parameter is not None:
             parameter.copy_(master)
     return changed
+
+
+def _roots(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the roots; of float32 the nearest numbers, which torch's root of float32 may miss.
+
+    The root of a number of 24 bits is farther from the middle of two such numbers than the last bit
+    of a float64, so that an error there does not matter.
+    """
+    wide = [torch.empty_like(each, dtype=torch.float64) for each in values]
+    torch._foreach_copy_(wide, values)
+    torch._foreach_sqrt_(wide)
+    roots = [torch.empty_like(each) for each in values]
+    torch._foreach_copy_(roots, wide)
+    return roots
 
 
 def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -146,9 +163,7 @@ def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor
     return found[0] if found else None
 
 
-def _decay_cautiously_(
-    values: torch.Tensor, direction: torch.Tensor, decay: float | torch.Tensor
-) -> None:
+def _decay_cautiously_(values: torch.Tensor, direction: torch.Tensor, decay: float) -> None:
     """Multiply the values by ``decay`` where they do not have the other sign than ``direction``.
 
     The direction is subtracted from the values (https://arxiv.org/abs/2510.12402, algorithm 1).

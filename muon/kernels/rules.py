@@ -2,9 +2,9 @@
 
 Kernels of one pass over memory (``cpu``, ``gpu``, and ``gpu_encoded`` for states in fewer bytes),
 where the device has them and they take the tensors; operations of torch (``plain``) otherwise. Both
-give the same bits, but for the sign of a zero where ``momentum`` or a beta is 0 or 1, in which
-loops of torch differ from each other. Kernels for a GPU need Triton, which builds of torch for GPUs
-bring along, and a C compiler; kernels for a CPU are built with the package.
+give the same bits, but for the sign of a zero where ``momentum`` is 0 or 1, in which loops of torch
+differ from each other. Kernels for a GPU need Triton, which builds of torch for GPUs bring along,
+and a C compiler; kernels for a CPU are built with the package.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -24,7 +25,7 @@ from muon.kernels import plain
 logger = logging.getLogger("muon")
 
 _PIECE_NUMEL = 1 << 18
-_SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches.
+_SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches on a GPU.
 
 
 class Readable(Protocol):
@@ -130,65 +131,66 @@ def adamw_(
     *,
     steps: Sequence[float],
     lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    betas: tuple[float | torch.Tensor, float | torch.Tensor],
+    eps: float | torch.Tensor,
+    weight_decay: float | torch.Tensor,
     maximize: bool = False,
     cautious: bool = False,
 ) -> None:
-    """Do one step of AdamW (https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW`` does.
+    """Do one step of AdamW (https://arxiv.org/abs/1711.05101), with one division.
+
+    Each operation is rounded by itself, as IEEE 754 defines it, so that the bits are those of every
+    processor. In the dtype of the master, with g = ``grad``::
+
+        w = w * (1 - lr * weight_decay)
+        m = (beta1 * m) + ((1 - beta1) * g)
+        v = (beta2 * v) + ((1 - beta2) * (g * g))
+        w = w - ((size * m) / (sqrt(v) + epsilon))
+
+    See _corrected() for size and epsilon. Numbers that are not tensors are computed in float64 and
+    then rounded. The root in float64 is torch's, whose last bit may be that of the processor.
 
     Each sequence has one item for each chunk; the tensors of a chunk have one shape.
 
     Args:
-        masters: of any shape; updated in place.
+        masters: w, of any shape; updated in place.
         grads: of any floating-point dtype.
         exp_avgs: running means m of gradients, of the dtype of the master; updated in place.
         exp_avg_sqs: running means v of squared gradients, of the dtype of the master; updated in
             place.
-        steps: number of this step for the parameter, from 1.
-        lr: learning rate. A tensor of one element is used in its own precision.
+        steps: number of this step for the parameter, a whole number from 1.
+        lr: learning rate. A tensor here and below has one element.
         betas: weights of the past in m and v.
-        eps: added to the root of v.
+        eps: added to the root of v, before its bias is corrected.
         weight_decay: decoupled: the masters shrink by ``lr * weight_decay``.
         maximize: follow the gradients upwards: they are negated.
         cautious: decay only elements that the step does not move away from zero.
     """
-    decay = 1 - lr * weight_decay
-    if isinstance(decay, torch.Tensor):
-        # Not a float: as in torch.optim, float64 decays a chunk without dimensions in float64.
-        decay = decay.reshape(()).cpu()
-    are_tensors = (
-        isinstance(lr, torch.Tensor)
-        or isinstance(weight_decay, torch.Tensor)
-        or isinstance(eps, torch.Tensor)
-    )
-    has_kernels = bool(grads) and not cautious and not are_tensors
-    kernels = kernels_for(grads[0].device) if has_kernels else None
-    sizes = {step: float(lr / (1 - betas[0] ** step)) for step in set(steps)}
-    roots = {step: (1 - betas[1] ** step) ** 0.5 for step in sizes}
+    lr, betas = float(lr), (float(betas[0]), float(betas[1]))
+    numbers = {step: _corrected(lr, betas, float(eps), step) for step in set(steps)}
     options: dict[str, Any] = {
-        "decay": decay,
+        "decay": 1 - lr * float(weight_decay),
         "betas": betas,
-        "eps": eps,
         "maximize": maximize,
         **({"cautious": True} if cautious else {}),
     }
+    kernels = kernels_for(grads[0].device) if grads and not cautious else None
     left = []
     for row in zip(steps, grads, masters, exp_avgs, exp_avg_sqs, strict=True):
         step, grad, *states = row
-        is_small = grad.numel() < _SMALL_NUMEL
         # On a GPU a state that is not a tensor has more launches of its own than a kernel.
-        if kernels is None or (is_small and (grad.is_cpu or _are_tensors(states))):
+        is_joined = not grad.is_cpu and grad.numel() < _SMALL_NUMEL and _are_tensors(states)
+        if kernels is None or is_joined:
             left.append(row)
             continue
         for rules, part, values, parameter in _parts(kernels, [grad], states, has_master=True):
             columns = [[value] for value in (values[0], parameter, *part, *values[1:])]
-            numbers = {"roots": [roots[step]], "sizes": [sizes[step]]}
-            [changed] = rules.adamw_(*columns, **numbers, **options)
+            size, epsilon = numbers[step]
+            [changed] = rules.adamw_(*columns, sizes=[size], epsilons=[epsilon], **options)
             _note_changed(states[0], changed)
     for some_steps, some_grads, some_masters, means, mean_sqs in _batches(left):
         own, parameters = zip(*map(_split, some_masters), strict=True)
+        sizes, epsilons = zip(*map(numbers.__getitem__, some_steps), strict=True)
         count = len(own)
         with opened([*own, *means, *mean_sqs]) as values:
             found = plain.adamw_(
@@ -197,12 +199,36 @@ def adamw_(
                 some_grads,
                 values[count : 2 * count],
                 values[2 * count :],
-                roots=[roots[step] for step in some_steps],
-                sizes=[sizes[step] for step in some_steps],
+                sizes=sizes,
+                epsilons=epsilons,
                 **options,
             )
         for master, changed in zip(some_masters, found, strict=True):
             _note_changed(master, changed)
+
+
+@functools.lru_cache  # Groups mostly have the same numbers.
+def _corrected(
+    lr: float, betas: tuple[float, float], eps: float, step: float
+) -> tuple[float, float]:
+    """Return the size and the epsilon of a step, in which the biases of both means are corrected.
+
+    The definition of AdamW multiplied by the root of the correction of v:
+    lr m / (1 - beta1^t) / (sqrt(v) / root + eps) = size m / (sqrt(v) + epsilon).
+    """
+    root = math.sqrt(1 - _power(betas[1], step))
+    return lr / (1 - _power(betas[0], step)) * root, eps * root
+
+
+def _power(base: float, exponent: float) -> float:
+    """Return a power by products, because ``**`` is a function of the C library."""
+    found, left = 1.0, int(exponent)
+    while left:
+        if left % 2:
+            found *= base
+        base *= base
+        left //= 2
+    return found
 
 
 def _parts(
@@ -262,10 +288,10 @@ def _taken(
 
     Kernels take masters and moments in float32, and parameters in less.
     """
-    if kernels is None or not kernels.fit(*values, parameter):
+    if kernels is None:
         return None
     if has_master:
-        if any(value.dtype != torch.float32 for value in values):
+        if {value.dtype for value in values} != {torch.float32}:
             return None
         if parameter is not None and parameter.dtype == torch.float32:
             return None
@@ -273,7 +299,7 @@ def _taken(
         tensors = [tensor.contiguous() for tensor in tensors]
     beside = () if parameter is None else (parameter,)
     are_equal = len({each.shape for each in (*tensors, *values, *beside)}) == 1
-    return tensors if are_equal and kernels.fit(*tensors) else None
+    return tensors if are_equal and kernels.fit(*tensors, *values, *beside) else None
 
 
 def _split(state: AnyState) -> tuple[AnyState, torch.Tensor | None]:
@@ -284,7 +310,7 @@ def _split(state: AnyState) -> tuple[AnyState, torch.Tensor | None]:
 
 
 def _are_tensors(states: Sequence[AnyState]) -> bool:
-    return all(isinstance(state, torch.Tensor) for state in states)
+    return not [state for state in states if not isinstance(state, torch.Tensor)]
 
 
 def _note_changed(master: Any, changed: torch.Tensor | None) -> None:
@@ -416,11 +442,10 @@ def _agree(kernels: Any, device: torch.device) -> bool:
         rules.muon_(master, parameter, update, decay=0.998, alpha=-0.03)
         rules.adamw_(
             *([master], [parameter], [grad], [mean], [mean_sq]),
-            roots=[(1 - 0.95**3) ** 0.5],
-            sizes=[1e-3 / (1 - 0.9**3)],
+            sizes=[1e-3],
+            epsilons=[1e-25],
             decay=1 - 1e-3 * 0.1,
             betas=(0.9, 0.95),
-            eps=1e-25,
             maximize=False,
         )
         found.append([average, out, master, parameter, mean, mean_sq])

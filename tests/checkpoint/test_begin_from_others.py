@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import _version
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 from tests.support.small_net import (
     assert_trains_alike,
     begun,
@@ -53,7 +54,7 @@ def test_groups_that_are_cut_otherwise_are_refused(source: str, cut: Any, tmp_pa
     """One group cannot have two weight decays."""
     model, path = small_net(), tmp_path / "checkpoint"
     if source in ("by group", "by parameter"):
-        optimizer = torch.optim.AdamW(by_dimension(model))
+        optimizer = AdamW(by_dimension(model))
         train(model, optimizer, range(2))
         state, states = states_of(model, optimizer, flat=source == "by parameter")
         save({"model": state, "optimizer": states}, path)
@@ -332,7 +333,7 @@ def test_groups_in_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_states_without_names_or_groups_are_refused(tmp_path: Path) -> None:
     """Names like numbers are not the positions that state_dict() of an optimizer has."""
     model = nn.ParameterList([torch.ones(3, 3) * n for n in range(3)])
-    stock = torch.optim.AdamW(list(model.parameters())[::-1])
+    stock = AdamW(list(model.parameters())[::-1])
     for parameter in model:
         parameter.grad = parameter.detach().clone()
     stock.step()

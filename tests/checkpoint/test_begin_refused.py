@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import muon
 import tierstore
 from tests.support import training
+from tests.support.adamw import AdamW
 from tests.support.originals import edit
 from tests.support.published import (
     Ours,
@@ -174,7 +175,7 @@ def test_options_that_are_not_supported(
 ) -> None:
     """Refused like a state dict with them, before anything is changed."""
     model = nn.Linear(5, 4)
-    reference = torch.optim.AdamW(model.parameters(), **options)
+    reference = AdamW(model.parameters(), **options)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     reference.step()

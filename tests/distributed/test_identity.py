@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.rank_programs.training import (
     whole_gradients,
     whole_parameters,
 )
+from tests.support.adamw import AdamW
 from tests.support.rank_pool import RankPool
 from tests.support.training import make_groups
 
@@ -46,7 +46,7 @@ def expected() -> tuple[Tensors, States]:
     return one_process(SHAPES, {})
 
 
-def test_the_reference_is_what_torch_computes(expected: tuple[Tensors, States]) -> None:
+def test_one_process_has_the_bits_of_the_references(expected: tuple[Tensors, States]) -> None:
     wholes = whole_parameters(SHAPES).items()
     parameters = {
         name: torch.nn.Parameter(whole)
@@ -56,8 +56,7 @@ def test_the_reference_is_what_torch_computes(expected: tuple[Tensors, States]) 
     optimizers: list[torch.optim.Optimizer] = []
     for group in make_groups(parameters, {name: SHAPES[name] for name in parameters}):
         is_muon = group.pop("algorithm") == "muon"
-        adamw = functools.partial(torch.optim.AdamW, foreach=False)
-        optimizers.append((torch.optim.Muon if is_muon else adamw)([group]))
+        optimizers.append((torch.optim.Muon if is_muon else AdamW)([group]))
     for step in range(1, STEPS + 1):
         gradients = whole_gradients(SHAPES, step)
         for name, parameter in parameters.items():

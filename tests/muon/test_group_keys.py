@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 from tests.support.twins import Twins, parameter
 
 # ------------------------------------------------------------------------- other libraries
@@ -27,7 +28,7 @@ def test_a_group_that_is_not_to_use_muon_gets_adamw() -> None:
     ours, theirs = parameter(), parameter()
     options = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
     optimizer = muon.Muon([{"params": [ours], "use_muon": False, **options}])
-    stock = torch.optim.AdamW([theirs], foreach=False, **options)
+    stock = AdamW([theirs], **options)
     ours.grad = theirs.grad = parameter(1).detach()
     optimizer.step()
     stock.step()
@@ -392,7 +393,7 @@ def test_a_state_dict_of_a_fused_adamw_is_loaded() -> None:
     ours.data.copy_(theirs)
     optimizer = muon.Muon([{"params": [ours], "algorithm": "adamw"}])
     optimizer.load_state_dict(fused.state_dict())
-    stock = torch.optim.AdamW([theirs], foreach=False)
+    stock = AdamW([theirs])
     stock.load_state_dict(
         {**fused.state_dict(), "param_groups": stock.state_dict()["param_groups"]}
     )

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import muon
 import tierstore
 from muon.kernels import cpu, rounding, rules
+from tests.support.adamw import AdamW
 from tests.support.devices import needs_avx2, needs_cuda
 from tierstore.layout import encoding_kernels
 
@@ -144,14 +145,14 @@ def test_kernels_of_states_in_fewer_bytes_run_on_a_gpu() -> None:
 @needs_avx2
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_a_large_embedding_equals_that_of_torch_optim(weight_decay: float, maximize: bool) -> None:
+def test_a_large_embedding_equals_the_reference(weight_decay: float, maximize: bool) -> None:
     options: dict[str, Any] = {"lr": 3e-3, "weight_decay": weight_decay, "maximize": maximize}
     generator = torch.Generator().manual_seed(0)
     ours = torch.nn.Parameter(torch.randn((1031, 129), generator=generator))
     theirs = torch.nn.Parameter(ours.detach().clone())
     group = {"params": [("embedding", ours)], "algorithm": "adamw", "betas": (0.9, 0.999)}
     optimizer = muon.Muon([group | options])
-    reference = torch.optim.AdamW([theirs], foreach=False, **options)
+    reference = AdamW([theirs], **options)
     for _ in range(5):
         ours.grad = torch.randn(ours.shape, generator=generator)
         theirs.grad = ours.grad.clone()
@@ -207,7 +208,6 @@ def test_each_rule_has_the_bits_of_torch(
         mean, mean_sq = numbers[3].clone(), numbers[1].square()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rules, "kernels_for", lambda device, found=kernels: found)
-            patch.setattr(rules, "_SMALL_NUMEL", 0)
             patch.setattr(cpu, "_PART_NUMEL", 16)
             rules.momentum_(
                 grad, buffer, momentum=momentum, nesterov=nesterov, out=out, maximize=maximize

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import muon
+from tests.support.adamw import AdamW
 from tests.support.twins import parameter
 
 
@@ -32,7 +33,7 @@ def test_adamw_equals_torch(shape: tuple[int, int]) -> None:
     """The large parameter is stepped in several pieces."""
     ours, theirs = parameter(shape=shape), parameter(shape=shape)
     optimizer = muon.Muon([{"params": [ours], "algorithm": "adamw", "maximize": True}])
-    stock = torch.optim.AdamW([theirs], maximize=True, foreach=False)
+    stock = AdamW([theirs], maximize=True)
     for step in range(3):
         ours.grad = theirs.grad = parameter(1 + step, shape).detach()
         optimizer.step()

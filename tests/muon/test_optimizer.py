@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 import muon
 import tierstore
 from tests.support import training
+from tests.support.adamw import AdamW
 from tests.support.kept import commit_with, wanted
 from tests.support.references import Pair, assert_same, stored
 from tests.support.twins import PLACES, Twins, open_store
@@ -343,7 +344,7 @@ def test_model_with_tied_weights_on_disk(tmp_path: Path) -> None:
     rest = [other.embedding.weight, other.norm.weight, other.norm.bias, other.up.bias]
     references = [
         torch.optim.Muon(hidden, lr=0.02),
-        torch.optim.AdamW(rest, lr=1e-3, foreach=False),
+        AdamW(rest, lr=1e-3),
     ]
     expected = train_model(other, references)
     with tierstore.TierStore(tmp_path, page_bytes=8192, buffers=2) as store:
@@ -363,7 +364,7 @@ def test_transposed_parameters_and_gradients(algorithm: str) -> None:
     optimizer = muon.Muon([{"params": [mine], "algorithm": algorithm}])
     reference: torch.optim.Optimizer = torch.optim.Muon([other])
     if algorithm == "adamw":
-        reference = torch.optim.AdamW([other], foreach=False)
+        reference = AdamW([other])
     for step in STEPS:
         grad = torch.randn(10, 24, generator=torch.Generator().manual_seed(step))
         mine.grad, other.grad = grad, grad
@@ -443,7 +444,7 @@ def test_loaded_model_is_adopted_in_bf16_with_one_warning(tmp_path: Path) -> Non
     copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     references = [
         torch.optim.Muon(copies[:1]),
-        torch.optim.AdamW(copies[1:], lr=0.01, foreach=False),
+        AdamW(copies[1:], lr=0.01),
     ]
 
     def step(number: int) -> None:

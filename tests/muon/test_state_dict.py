@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 import muon
 import tierstore
 from tests.support import training
+from tests.support.adamw import AdamW
 from tests.support.references import Pair, assert_same, stored
 
 StateDict = dict[str, Any]
@@ -79,7 +80,7 @@ def test_torch_continues_a_parameter_that_never_had_a_gradient() -> None:
     """The saved step count is zero; torch.optim.AdamW requires one."""
     mine, others = ([nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
     optimizer = muon.Muon([{"params": mine, "algorithm": "adamw"}])
-    reference = torch.optim.AdamW(others, foreach=False)
+    reference = AdamW(others)
     mine[0].grad, others[0].grad = torch.ones(3), torch.ones(3)
     optimizer.step()
     reference.step()

@@ -16,6 +16,7 @@ from torch import nn
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 from tests.support.twins import PLACE_NAMES, PLACES, SHAPE, Twins, open_store, parameter
 
 # ------------------------------------------------------------------------- written states
@@ -283,7 +284,7 @@ def test_a_parameter_larger_than_a_page_has_one_view_in_memory() -> None:
     weight, other = (parameter(shape=(300, 20)) for _ in range(2))
     with tierstore.TierStore(None, page_bytes=4096) as store:
         optimizer = muon.Muon([{"params": [("weight", weight)], "algorithm": "adamw"}], store=store)
-        stock = torch.optim.AdamW([other], lr=1e-3, foreach=False)
+        stock = AdamW([other], lr=1e-3)
         for step in range(3):
             weight.grad, other.grad = (parameter(step, (300, 20)).detach() for _ in range(2))
             optimizer.step()

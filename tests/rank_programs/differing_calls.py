@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 from tests.support.attempts import attempt
 
 NAMES = ("first", "second", "third", "fourth")
@@ -165,7 +166,7 @@ def states_of_own_parts() -> list[bool]:
     whole = torch.arange(24.0).reshape(6, 4)
     parameter = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
     reference = nn.Parameter(whole.clone())
-    stock = torch.optim.AdamW([reference])
+    stock = AdamW([reference])
     with tierstore.TierStore(None, timeout=30.0) as store:
         group = {"params": [("first", parameter)], "algorithm": "adamw"}
         optimizer = muon.Muon([group], store=store)

@@ -5,13 +5,15 @@ float32, int32, or int64 from 2^31 on. All operations are rounded as on a GPU, e
 
 - ``div_rn`` and ``sqrt_rn`` flush subnormal numbers, as Triton 3.5 compiles them and 3.9 does not;
 - ``fma`` rounds twice, to float64 and then to float32: one result in about 2^29 differs;
-- no product and sum are joined, which a compiler may do unless a launch has enable_fp_fusion=False;
+- a product and a sum are joined wherever they meet, in every other launch, unless it has
+  enable_fp_fusion=False; a compiler chooses;
 - a NaN has the sign and the payload that the CPU gives it;
 - conversions of floats that an integer type cannot hold are those of the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -24,6 +26,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 _program = 0
 
@@ -73,6 +76,31 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     for operand in (a, b, c):
         assert operand.dtype in (torch.float32, torch.int32)  # Whole numbers are converted.
     return (a.double() * b.double() + c.double()).float()
+
+
+class _Fusion(TorchFunctionMode):
+    """Rounds a product of float32 and the sum or difference that takes it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factors: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kind = function.__name__.strip("_").removeprefix("r")
+        if kind in ("add", "sub") and not kwargs:
+            a, b = args if function.__name__ != "__rsub__" else args[::-1]
+            for found, x, y in self._factors:
+                if found is a:
+                    return _fma(x, y, b if kind == "add" else -b)
+                if found is b:
+                    return _fma(x if kind == "add" else -x, y, a)
+        made = function(*args, **(kwargs or {}))
+        if kind == "mul" and made.dtype == torch.float32:
+            x, y = (torch.as_tensor(arg, dtype=torch.float32) for arg in args)
+            self._factors.append((made, x, y))
+        return made
 
 
 def _max(values: torch.Tensor, axis: int | None) -> torch.Tensor:
@@ -126,7 +154,9 @@ class _Kernel:
             own = [_argument(arg) for arg in args]
             self.launches += 1
             for _program in range(grid[0]) if self.programs is None else self.programs:
-                self.function(*own, **constants)
+                is_joined = self.options.get("enable_fp_fusion", self.launches % 2)
+                with _Fusion() if is_joined else contextlib.nullcontext():
+                    self.function(*own, **constants)
 
         return launch
 

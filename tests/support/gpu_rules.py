@@ -1,18 +1,19 @@
-"""Update rules in numpy, with the roundings of torch's kernels on a GPU.
+"""Update rules of Muon in numpy, with the roundings of torch's kernels on a GPU.
 
 All arrays are float32. The compiler of torch's kernels joins a product and a sum: fma(). Functions
-with an underscore at the end are those of ``muon.kernels.plain``, for tensors on a CPU.
+with an underscore at the end are those of ``muon.kernels.plain``, for tensors on a CPU. AdamW has
+the same bits there, so it is the rule itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 import tierstore
+from muon.kernels.plain import adamw_ as adamw_
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
@@ -39,27 +40,6 @@ def weights(master: np.ndarray, update: np.ndarray, *, decay: float, alpha: floa
     return fma(alpha, update, master * np.float32(decay))
 
 
-def adamw(
-    master: np.ndarray,
-    grad: np.ndarray,
-    mean: np.ndarray,
-    mean_sq: np.ndarray,
-    *,
-    root: float,
-    size: float,
-    decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    maximize: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the master and both moments."""
-    g = grad * np.float32(-1 if maximize else 1)
-    m = lerp(mean, g, 1 - betas[0])
-    v = fma(1 - betas[1], g * g, mean_sq * np.float32(betas[1]))
-    denominator = np.sqrt(v) / np.float32(root) + np.float32(eps)
-    return fma(-size, m / denominator, master * np.float32(decay)), m, v
-
-
 def momentum_(grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
     average, given = momentum(grad.float().numpy(), buffer.float().numpy(), **options)
     buffer.copy_(torch.from_numpy(average))
@@ -74,28 +54,6 @@ def muon_(
     if parameter is not None:
         parameter.copy_(master)
     return changed
-
-
-def adamw_(
-    masters: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor | None],
-    grads: Sequence[torch.Tensor],
-    *moments: Sequence[torch.Tensor],
-    roots: Sequence[float],
-    sizes: Sequence[float],
-    **options: Any,
-) -> list[torch.Tensor | None]:
-    found = []
-    rows = zip(masters, parameters, grads, *moments, roots, sizes, strict=True)
-    for master, parameter, grad, mean, mean_sq, root, size in rows:
-        found.append(_adopt(master, parameter))
-        given = (tensor.float().numpy() for tensor in (master, grad, mean, mean_sq))
-        stepped = adamw(*given, root=root, size=size, **options)
-        for tensor, new in zip((master, mean, mean_sq), stepped, strict=True):
-            tensor.copy_(torch.from_numpy(new))
-        if parameter is not None:
-            parameter.copy_(master)
-    return found
 
 
 def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:

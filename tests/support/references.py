@@ -1,4 +1,4 @@
-"""Muon beside torch.optim's own optimizers, over two copies of the same parameters."""
+"""Muon beside reference optimizers, over two copies of the same parameters."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch
 import muon
 import tierstore
 from tests.support import training
+from tests.support.adamw import AdamW
 
 
 def reference_of(group: dict[str, Any]) -> torch.optim.Optimizer:
-    """torch.optim's own optimizer for one of our param groups."""
+    """Return the reference for one of our param groups: torch.optim.Muon, or AdamW."""
     options = {key: value for key, value in group.items() if key != "algorithm"}
     if group["algorithm"] == "muon":
         return torch.optim.Muon([options])
-    return torch.optim.AdamW([options], foreach=False)
+    return AdamW([options])
 
 
 class Pair:
-    """One Muon, and for each of its groups the optimizer that torch.optim has for it.
+    """One Muon, and for each of its groups the reference.
 
     Args:
         groups: which of the groups of tests/support/training.py to take, in which order.

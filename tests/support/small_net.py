@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 
 Make = Callable[[nn.Module], list[dict[str, Any]]]
 
@@ -32,8 +33,8 @@ def train(
         optimizer.step(**options)
 
 
-def stock_adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(list(model.named_parameters()), **{"lr": 0.01, **options})
+def stock_adamw(model: nn.Module, **options: Any) -> AdamW:
+    return AdamW(list(model.named_parameters()), **{"lr": 0.01, **options})
 
 
 def one_group(model: nn.Module) -> list[dict[str, Any]]:

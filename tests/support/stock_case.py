@@ -1,4 +1,4 @@
-"""The optimizers of torch.optim and ours with the same arguments, with a store in each place."""
+"""Reference optimizers and ours with the same arguments, with a store in each place."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 
 ALGORITHMS = ("muon", "adamw")
 PLACES = ("none", "memory", "disk")
@@ -54,7 +55,7 @@ def set_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 class Twins:
-    """Our optimizer and the one of torch.optim, over two copies of the same parameters."""
+    """Our optimizer and its reference, over two copies of the same parameters."""
 
     def __init__(self, ours: muon.Muon, stock: torch.optim.Optimizer) -> None:
         self.ours, self.stock = ours, stock
@@ -121,7 +122,7 @@ class StockCase:
     def stock(self, params: Any, **options: Any) -> torch.optim.Optimizer:
         if self.is_muon:
             return torch.optim.Muon(params, **options)
-        return torch.optim.AdamW(params, **{"foreach": False, **options})
+        return AdamW(params, **options)
 
     def group(self, params: Any, **options: Any) -> dict[str, Any]:
         """Return a group for add_param_group() of our optimizer."""

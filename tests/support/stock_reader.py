@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from tests.support.adamw import AdamW
+
 VOCABULARY = 50
 MUON_OPTIONS: dict[str, Any] = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.05}
 ADAMW_OPTIONS: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}
@@ -114,11 +116,11 @@ def only_tensors(named: Iterable[tuple[str, nn.Parameter]], named_too: bool) -> 
 
 
 def make_optimizers(model: nn.Module, *, named: bool = False) -> list[torch.optim.Optimizer]:
-    """Return stock Muon and stock AdamW over the parameters of a model."""
+    """Return stock Muon, and stock AdamW but for its step, over the parameters of a model."""
     matrices, others = split_parameters(model)
     return [
         torch.optim.Muon(only_tensors(matrices, named), **MUON_OPTIONS),
-        torch.optim.AdamW(only_tensors(others, named), **ADAMW_OPTIONS),
+        AdamW(only_tensors(others, named), **ADAMW_OPTIONS),
     ]
 
 

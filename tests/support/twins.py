@@ -1,4 +1,4 @@
-"""Our optimizer and the one of torch.optim, over two copies of the same parameters."""
+"""Our optimizer and its reference, over two copies of the same parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import muon
 import tierstore
+from tests.support.adamw import AdamW
 
 SHAPE = (3, 4)
 PLACE_NAMES = ["memory", "disk"]
@@ -68,9 +69,7 @@ class Twins:
             [{**group, "algorithm": algorithm} for group in mine], store=store, nonfinite=nonfinite
         )
         self.stock: torch.optim.Optimizer = (
-            torch.optim.Muon(others)
-            if algorithm == "muon"
-            else torch.optim.AdamW(others, foreach=False)
+            torch.optim.Muon(others) if algorithm == "muon" else AdamW(others)
         )
         self._steps = 0
 
