@@ -254,3 +254,27 @@ def test_a_state_is_reset_and_assigned() -> None:
     paged.state[second]["prev"] = torch.zeros_like(second)
     assert not paged.state[second]["prev"].any()
     assert paged.state[second]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "other", "message"),
+    [
+        (torch.optim.Adam, torch.optim.AdamW, "not of AdamW: decoupled_weight_decay is False"),
+        (torch.optim.AdamW, torch.optim.RAdam, "not of RAdam, which has no 'amsgrad'"),
+    ],
+)
+def test_a_run_of_another_class_with_the_same_states_is_refused(
+    cls: Any, other: Any, message: str, tmp_path: Path
+) -> None:
+    with tierstore.TierStore(tmp_path, **PAGES) as store:
+        _, _, step = twins(cls, store)
+        step(1)
+    own = parameters(torch.float32, ((90, 40), (20, 30), (5, 5)))
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+    with tierstore.TierStore(tmp_path, resume=True, **PAGES) as store:
+        paged = tierstore.Paged(own.items(), other, store=store)
+        with pytest.raises(ValueError, match=message):
+            paged.restore()
+        assert all(torch.equal(own[name], before[name]) for name in own)
+    with tierstore.TierStore(tmp_path, resume=True, **PAGES) as store:
+        assert tierstore.Paged(own.items(), cls, store=store).restore() == 1

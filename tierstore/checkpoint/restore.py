@@ -13,6 +13,7 @@ from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.paging.session import Session
 from tierstore.paging.whole_states import restore_parameters, write_pages
 from tierstore.ranks.peers import agree, on_rank_0, together
+from tierstore.run import tagged_json
 from tierstore.run.committer import scalars_in
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry
@@ -188,7 +189,11 @@ class Restore:
         return committer.committed is not None
 
     def _check_model(self, manifest: Manifest) -> dict[str, str]:
-        """Check that a commit is of the attached model; return what check_same_model() does."""
+        """Check that a commit is of the attached model and its optimizer.
+
+        Returns:
+            What check_same_model() does.
+        """
         table, storage = self._table, self._committer.storage
         # Groups that were attached after the commit begin anew.
         count = max(len(manifest.hyperparameters), table.group_count_min)
@@ -196,7 +201,10 @@ class Restore:
             table.layout_groups[:count],
             [layout for layout in table.layouts if layout.subgroup.group < count],
         )
-        return check_same_model(storage, manifest, attached)
+        renamed = check_same_model(storage, manifest, attached)
+        for group, saved in zip(table.groups, manifest.hyperparameters, strict=False):
+            group.check(tagged_json.decode(saved))
+        return renamed
 
     def _begin(self, checkpoint: str | os.PathLike[str], todo: str, *, begins: bool) -> int:
         """Fill the pages of a new run from a checkpoint; return its step.
