@@ -104,11 +104,12 @@ def test_a_class_that_is_not_listed_steps_whole_parameters(
                 assert type(found[name]) is type(value) or isinstance(value, torch.Tensor)
 
 
-def test_a_part_of_a_parameter_needs_an_elementwise_rule(
+def test_ranks_step_whole_parameters_and_no_parts_of_them(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The user may say that a rule is one."""
     with RankPool(tmp_path_factory.mktemp("worlds")) as pool:
+        pool.run(2, "tests.rank_programs.classes:step_whole")
         found = pool.run(2, "tests.rank_programs.classes:make_of_shards")
     for refused, accepted in found:
         assert refused.startswith("_Own sees whole parameters, and a rank has a part of 'w': use")

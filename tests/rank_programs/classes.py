@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tierstore
-from tests.support.class_training import PAGES, STEPS, Reference, parameters, train
+from tests.support.class_training import PAGES, STEPS, Reference, gradient, parameters, train
 
 
 def resumed(case: str, kind: str, dtype: torch.dtype, directory: Path) -> None:
@@ -29,6 +29,22 @@ def resumed(case: str, kind: str, dtype: torch.dtype, directory: Path) -> None:
             optimizer = train(case, own, store, last, full.values(), **options)
             if last == STEPS:
                 Reference(case, dtype).require_equal(own, optimizer.state_dict()["state"])
+
+
+def step_whole() -> None:
+    """Step a rule that sees whole parameters: each is stepped by the rank that owns it."""
+    shapes = ((90, 40), (20, 30), (5, 5), (8, 40))
+    own, stock = parameters(torch.float32, shapes), parameters(torch.float32, shapes)
+    with tierstore.TierStore(None) as store:
+        paged = tierstore.Paged(own.items(), torch.optim.Muon, store=store, lr=0.1)
+        optimizer = torch.optim.Muon([*stock.values()], lr=0.1)
+        for step in range(1, 6):
+            for index, (mine, theirs) in enumerate(zip(own.values(), stock.values(), strict=True)):
+                mine.grad, theirs.grad = (gradient(step, index, of) for of in (mine, theirs))
+            paged.step()
+            optimizer.step()
+        for name, mine in own.items():
+            assert torch.equal(mine, stock[name])
 
 
 class _Own(torch.optim.SGD):
