@@ -13,6 +13,7 @@ import muon
 import tierstore
 from tests.muon.test_encoded_states import OPTIONS as ENCODED
 from tests.support import encoded_training, training
+from tests.support.class_training import PAGES, gradient, parameters
 from tests.support.devices import needs_cuda
 
 STEPS = 8
@@ -231,3 +232,30 @@ def test_gradients_that_are_not_finite_are_never_committed(
             optimizer.step()
         assert store.committed.step == 1
         assert optimizer.restore() == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_class_of_torch_has_its_bits(
+    cls: Any, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Over copies of float32, where pages stream from a directory."""
+    own, stock = (
+        {name: torch.nn.Parameter(p.detach().cuda()) for name, p in parameters(dtype).items()}
+        for _ in range(2)
+    )
+    masters = [torch.nn.Parameter(p.detach().float()) for p in stock.values()]
+    reference = cls(masters, **options)
+    with tierstore.TierStore(tmp_path, **PAGES) as store:
+        paged = tierstore.Paged(own.items(), cls, store=store, **options)
+        for step in range(1, STEPS + 1):
+            for index, (mine, theirs) in enumerate(zip(own.values(), masters, strict=True)):
+                grad = gradient(step, index, mine.detach().cpu())
+                mine.grad = None if grad is None else grad.cuda()
+                theirs.grad = None if grad is None else grad.cuda().float()
+            paged.step()
+            reference.step()
+        for mine, theirs in zip(own.values(), masters, strict=True):
+            assert torch.equal(mine, theirs.to(dtype))
