@@ -52,6 +52,8 @@ class Restore:
 
         def check() -> dict[str, str]:
             renamed = self._check_model(manifest)
+            for group, saved in zip(table.groups, manifest.hyperparameters, strict=False):
+                group.check(tagged_json.decode(saved))  # Other rules may have the same states.
             check_files(committer.storage, table.layouts, manifest)
             self._check(committed)
             self._registered.compare(committed, begins=False)

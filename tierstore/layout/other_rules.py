@@ -10,6 +10,9 @@ AVERAGE, HEAVY_BALL = "average", "heavy-ball"
 
 MOMENTUM = "momentum_buffer"
 
+_OTHER_MOMENTUM = {"dampening": "SGD", "centered": "RMSprop"}
+"""Key of the groups of rules whose momentum_buffer is not Muon's -> the rule."""
+
 LR_RATIO = "adamw_lr_ratio"
 """Key of KellerJordan's groups before 2025, which had either convention."""
 
@@ -68,6 +71,12 @@ def may_be_adam(saved: Mapping[str, Any]) -> bool:
     return bool(saved.get("weight_decay")) and not any(key in saved for key in told)
 
 
+def other_momentum(hyperparameters: Mapping[str, Any]) -> str | None:
+    """Return the key of a group that tells that its momentum is not Muon's; None: none does."""
+    given = (k for k in _OTHER_MOMENTUM if hyperparameters.get(k) is not None)
+    return None if "algorithm" in hyperparameters else next(given, None)
+
+
 def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -> str | None:
     """Return the convention that the keys of a param group tell.
 
@@ -80,7 +89,7 @@ def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -
     """
     given = {key for key, value in hyperparameters.items() if value is not None}
     keys = given - {"params", "param_names", "names"}
-    if MOMENTUM not in states or "dampening" in keys:  # The latter is SGD.
+    if MOMENTUM not in states or other_momentum(hyperparameters) is not None:
         return AVERAGE
     if "algorithm" in keys or "adjust_lr_fn" in hyperparameters:  # muon.Muon, torch.optim.Muon.
         return AVERAGE
@@ -110,8 +119,9 @@ def refuse_other_rule(saved: Mapping[str, Any], algorithm: str, where: str) -> N
                 "optimizer that saved it"
             )
         return
-    if saved.get("dampening") is not None and "algorithm" not in saved:
-        raise ValueError(f"{where} is not of Muon: dampening={saved['dampening']!r} is of SGD")
+    if key := other_momentum(saved):
+        rule = _OTHER_MOMENTUM[key]
+        raise ValueError(f"{where} is not of Muon: {key}={saved[key]!r} is of {rule}")
     if convention_of(saved, [MOMENTUM]) != AVERAGE:
         raise ValueError(
             f"{where} does not tell that its {MOMENTUM} is a running average, as that of "

@@ -18,6 +18,7 @@ from tierstore.layout.other_rules import (
     MOMENTUM,
     convention_of,
     may_be_adam,
+    other_momentum,
     refuse_other_rule,
 )
 from tierstore.tools.convert.contents import Contents, Group
@@ -131,7 +132,7 @@ def as_average(contents: Contents, given: str | None) -> Contents:
     known = {
         groups[name].momentum_convention
         for name in with_momentum & groups.keys()
-        if "dampening" not in groups[name].hyperparameters
+        if other_momentum(groups[name].hyperparameters) is None
     }
     if given is not None and not known:
         raise CheckpointError(
@@ -147,7 +148,7 @@ def as_average(contents: Contents, given: str | None) -> Contents:
     changed = 0
     for entry in contents.entries:
         group = groups.get(entry.parameter)
-        if entry.state != MOMENTUM or group is None or "dampening" in group.hyperparameters:
+        if entry.state != MOMENTUM or group is None or other_momentum(group.hyperparameters):
             entries.append(entry)
             continue
         convention = group.momentum_convention or given
@@ -213,7 +214,7 @@ def require_own_rules(contents: Contents) -> list[str]:
 def _telling(group: Group, with_momentum: Collection[str]) -> Group:
     """Return a group whose keys tell that its momentum is an average, so that it stays one."""
     values = group.hyperparameters
-    if "dampening" in values or not any(name in with_momentum for name in group.parameters):
+    if other_momentum(values) or not any(name in with_momentum for name in group.parameters):
         return replace(group, momentum_convention=AVERAGE)
     if convention_of(values, [MOMENTUM]) != AVERAGE:
         values = {**values, "algorithm": "muon"}
