@@ -163,11 +163,11 @@ def scheduled_like(optimizer: torch.optim.Optimizer, reference: Reference) -> An
     return scheduler
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_begins_from_a_checkpoint_of_the_class(case: str, tmp_path: Path) -> None:
-    """That stock DCP has written."""
+@pytest.mark.parametrize(("case", "steps"), [*((c, 10) for c in CASES), ("NAdam", 5), ("ASGD", 5)])
+def test_begins_from_a_checkpoint_of_the_class(case: str, steps: int, tmp_path: Path) -> None:
+    """That stock DCP has written, also of a parameter without steps."""
     cls, options = case_of(case)
-    half = Reference(case, torch.float32, last=10)
+    half = Reference(case, torch.float32, last=steps)
     model = Model()
     for name, parameter in model.named_parameters():
         parameter.data.copy_(half.masters[name.removeprefix("parameters_.")].detach())
@@ -181,8 +181,10 @@ def test_begins_from_a_checkpoint_of_the_class(case: str, tmp_path: Path) -> Non
         optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
         scheduler = scheduled(optimizer)
         optimizer.restore(checkpoint=tmp_path / "stock")
+        shown = optimizer.state_dict()["state"][2]
+        assert shown.get("mu_product", shown.get("mu", 1.0)) == 1.0 or steps == 10
         scheduler.load_state_dict(half.scheduler.state_dict())
-        _go_on(optimizer, own, scheduler, 10)
-        half.go_on(10, STEPS)
+        _go_on(optimizer, own, scheduler, steps)
+        half.go_on(steps, STEPS)
         found = {name.removeprefix("parameters_."): p for name, p in own.items()}
         half.require_equal(found, optimizer.state_dict()["state"])

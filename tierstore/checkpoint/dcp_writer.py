@@ -230,12 +230,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 _INT_BITS_MAX = 2000
 
 
+NUMBERS = ("step", "mu", "eta", "mu_product")
+"""Numbers of a parameter that torch.optim has as tensors of shape (), of any class."""
+
+
 def state_number(name: str, number: float) -> torch.Tensor | float:
     """Return a number in the state of a parameter: those of torch.optim are tensors.
 
     The tensor is float32, or float64 if float32 is not exact.
     """
-    if name not in ("step", "mu", "eta", "mu_product"):  # ASGD and NAdam have the last three.
+    if name not in NUMBERS:
         return number
     exact = torch.tensor(number, dtype=torch.float64, device="cpu")
     step = exact.to(torch.float32)

@@ -126,8 +126,8 @@ class CheckpointSource:
             for state, _ in ([(MASTER, None)] if spec.name in stateless else spec.all_states)
         }
         self.scalars = {
-            name: dict.fromkeys(wanted, 0.0)
-            if self.is_weights_alone
+            name: dict(wanted)  # Those of a new optimizer.
+            if name in stateless
             else {scalar: values.scalar(self._names[name], scalar) for scalar in wanted}
             for name, wanted in scalars.items()
             if not is_earlier or values.has_scalars(self._names[name])

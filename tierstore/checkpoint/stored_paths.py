@@ -15,8 +15,11 @@ TRAINER = ("lr_scheduler", "dataloader", "train_state")
 """Keys of further values of a trainer, which are not of the model or its optimizer."""
 MODELS = ("model", "model_state_dict", "state_dict", "net", "module")
 """Usual keys of the state dict of a model."""
-MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "moment1", "moment2"})
-"""Names of states that tell an optimizer of the kinds that tierstore reads."""
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "moment1", "moment2"}
+    | {"square_avg", "acc_delta", "grad_avg", "sum", "prev", "step_size", "ax"}
+)
+"""Names of states, of the shape of their parameter, that tell an optimizer."""
 
 
 def path_text(path: EntryPath) -> str:

@@ -60,9 +60,14 @@ def other_rule(saved: Mapping[str, Any]) -> str | None:
     for key, of_adamw in _OF_ADAMW.items():
         if saved.get(key) is not None and bool(saved[key]) != of_adamw:
             return f"{key}={saved[key]!r} is not AdamW's"
-    if saved.get("decoupled_weight_decay") is not None and "amsgrad" not in saved:
+    if is_radam_or_nadam(saved):
         return "decoupled_weight_decay without amsgrad is of RAdam or NAdam"
     return None
+
+
+def is_radam_or_nadam(saved: Mapping[str, Any]) -> bool:
+    """Return whether a group with AdamW's states is of RAdam or NAdam of ``torch.optim``."""
+    return saved.get("decoupled_weight_decay") is not None and "amsgrad" not in saved
 
 
 def may_be_adam(saved: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,12 @@ def step_of(optimizer: torch.optim.Optimizer) -> None:
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def initial_value(state: str, group: Mapping[str, Any]) -> float:
+    """Return what a class of ``torch.optim`` gives a state or scalar before the first step."""
+    found = next((values[state] for values in _INITIAL.values() if state in values), 0.0)
+    return float(group.get(found, 0.0) if isinstance(found, str) else found)
 
 
 def kept_by(
@@ -216,10 +223,25 @@ def require_same_class(
             )
 
 
+def is_of_torch(saved: Mapping[str, Any]) -> bool:
+    """Return whether a saved param group has the keys of a class that pages can have."""
+    for cls in ELEMENTWISE:
+        defaults = _defaults_of(cls)
+        if saved.keys() <= defaults.keys() | {"params", "param_names", "initial_lr"}:
+            with contextlib.suppress(ValueError):
+                require_same_class(cls, defaults, saved, "")
+                return True
+    return False
+
+
 def _known_keys() -> dict[str, set[str]]:
     """Return the keys of param groups of each class that pages can have."""
-    tensor = torch.zeros((2, 2), dtype=torch.float32, device="cpu")
-    return {cls.__name__: {*cls([tensor]).defaults} for cls in ELEMENTWISE}
+    return {cls.__name__: {*_defaults_of(cls)} for cls in ELEMENTWISE}
+
+
+def _defaults_of(cls: Any) -> dict[str, Any]:
+    found: dict[str, Any] = cls([torch.zeros((2, 2), dtype=torch.float32, device="cpu")]).defaults
+    return found
 
 
 def _tensors(count: int, ndim: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -127,8 +127,15 @@ def test_other_rules_with_the_states_of_adamw(rule: str, tmp_path: Path) -> None
     for group in stock.param_groups:
         group |= keys
     path = save_torch(model, stock.state_dict(), tmp_path / "in.pt")
-    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match=match):
+    if rule == "LAMB":
+        with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match=match):
+            convert(path, tmp_path / "out", to="tierstore")
+    else:  # Of torch.optim, which Paged has: the run tells it.
         convert(path, tmp_path / "out", to="tierstore")
+        with pytest.raises(
+            (ValueError, tierstore.RunMismatchError), match=f"{match}|max_exp_avg_sq"
+        ):
+            resumed(tmp_path / "out")
     convert(path, tmp_path / "same.pt", to="torch")  # Which says no other rule of it.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -14,13 +15,15 @@ from tierstore.checkpoint.saved_values import as_number
 from tierstore.errors import CheckpointError
 from tierstore.layout.encodings import MASTER, REMAINDER
 from tierstore.layout.other_rules import AVERAGE
-from tierstore.layout.parameters import dtype_name, refuse_codes
+from tierstore.layout.parameters import STEPPED, dtype_name, refuse_codes
 from tierstore.run.manifest import are_states
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.torch_names import ORDER_ADVICE, Shape, match_distinct, match_names
 
 STEP = "step"
 """Name of the step count among the scalars of a parameter."""
+_AT_FIRST_STEP = frozenset({STEPPED, "eta", "step_size"})
+"""States and numbers of SGD, ASGD and Rprop."""
 _COUNTED = "exp_avg_sq"  # A moment whose bias is corrected by a step count.
 
 
@@ -277,6 +280,32 @@ def with_counts(contents: Contents, *, of_group: bool) -> Contents:
         return replace(group, hyperparameters=others)
 
     return replace(contents, scalars=scalars, groups=list(map(without_count, contents.groups)))
+
+
+def without_first_states(contents: Contents) -> Contents:
+    """Leave out states of parameters without steps that their class makes at the first step.
+
+    ASGD and Rprop take the learning rate of that step for them, and SGD with dampening steps
+    otherwise without a state.
+    """
+    states: dict[str, set[str]] = defaultdict(set)
+    for entry in contents.entries:
+        states[entry.parameter].add(entry.state)
+    left_out = {
+        name
+        for name, numbers in contents.scalars.items()
+        if not numbers.get(STEPPED, numbers.get(STEP, 1.0))
+        and not _AT_FIRST_STEP.isdisjoint({*numbers, *states[name]})
+    }
+    return replace(
+        contents,
+        entries=[
+            entry
+            for entry in contents.entries
+            if entry.state in (MASTER, BUFFER) or entry.parameter not in left_out
+        ],
+        scalars={n: numbers for n, numbers in contents.scalars.items() if n not in left_out},
+    )
 
 
 def _require_weights(contents: Contents) -> None:

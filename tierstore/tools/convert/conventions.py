@@ -21,6 +21,7 @@ from tierstore.layout.other_rules import (
     other_momentum,
     refuse_other_rule,
 )
+from tierstore.optim.classes import is_of_torch
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import Entry
 
@@ -178,7 +179,9 @@ def as_average(contents: Contents, given: str | None) -> Contents:
 
 
 def require_own_rules(contents: Contents) -> list[str]:
-    """Check that groups with the states of AdamW or Muon are of AdamW or Muon.
+    """Check that groups with the states of AdamW or Muon are of these, or tell their class.
+
+    restore() refuses groups that tell another class than the one of the program.
 
     Returns:
         Notes about what the files do not tell.
@@ -200,7 +203,8 @@ def require_own_rules(contents: Contents) -> list[str]:
             algorithm = "adamw" if is_adamw else "muon"
             refuse_other_rule(group.hyperparameters, algorithm, where)
         except ValueError as error:
-            raise CheckpointError(str(error)) from error
+            if not is_of_torch(group.hyperparameters):
+                raise CheckpointError(str(error)) from error
         if is_adamw and may_be_adam(group.hyperparameters):
             unsure.append(where)
     if not unsure:

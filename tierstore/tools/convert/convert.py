@@ -16,7 +16,13 @@ import xxhash
 from tierstore.errors import BudgetError, CheckpointError, CorruptionError, NotCarriedError
 from tierstore.layout.encodings import MASTER
 from tierstore.storage.paths import storage_errors
-from tierstore.tools.convert.contents import Contents, merge, require_numbers, with_counts
+from tierstore.tools.convert.contents import (
+    Contents,
+    merge,
+    require_numbers,
+    with_counts,
+    without_first_states,
+)
 from tierstore.tools.convert.conventions import as_average, require_own_rules, with_whole_values
 from tierstore.tools.convert.destination import (
     make_durable,
@@ -161,6 +167,8 @@ def convert(
     contents = as_average(with_counts(contents, of_group=to == "torch"), momentum_convention)
     if to == "tierstore":
         contents = replace(contents, notes=[*contents.notes, *require_own_rules(contents)])
+    else:
+        contents = without_first_states(contents)
     options = Options(
         dtype=dtype,
         shard_bytes=None if shard_size is None else parse_bytes(shard_size),

@@ -21,7 +21,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
-from tierstore.checkpoint.dcp_writer import Catalog, add_hyperparameters, model_path, state_paths
+from tierstore.checkpoint.dcp_writer import (
+    NUMBERS,
+    Catalog,
+    add_hyperparameters,
+    model_path,
+    state_paths,
+)
 from tierstore.checkpoint.saved_values import nested
 from tierstore.checkpoint.stored_paths import MODELS, TRAINER, Paths, at_top, path_text
 from tierstore.errors import CheckpointError, CorruptionError
@@ -250,7 +256,7 @@ def _optimizer_states(
         name, _, state = path_text(path).removeprefix("optimizer.state.").rpartition(".")
         if len(path) == 4:
             name, state = str(path[2]), str(path[3])
-        if entries.tensor(key) is not None and state != "step":
+        if entries.tensor(key) is not None and state not in NUMBERS:
             states.append(stored_entry(entries, key, name, RENAMED.get(state, state)))
             continue
         value = entries.value(key)

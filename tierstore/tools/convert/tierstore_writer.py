@@ -18,10 +18,10 @@ import torch
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
-from tierstore.layout.other_rules import MOMENTUM
+from tierstore.layout.other_rules import MOMENTUM, other_momentum
 from tierstore.layout.ownership import SharedParameter, partition_ranks
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout, Record, lay_out
-from tierstore.layout.parameters import ParameterSpec, dtype_name, master_dtype
+from tierstore.layout.parameters import STEPPED, ParameterSpec, dtype_name, master_dtype
 from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,
     RECORD_DTYPES,
@@ -29,6 +29,7 @@ from tierstore.layout.records import (
     record_trailer,
 )
 from tierstore.layout.sharding import whole_on
+from tierstore.optim.classes import initial_value
 from tierstore.run import tagged_json
 from tierstore.run.checksums import block_checksum
 from tierstore.run.file_names import (
@@ -43,8 +44,8 @@ from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars
 from tierstore.run.sealed import checksum_of
 from tierstore.storage.paths import begin_write_back
-from tierstore.tools.convert.contents import Contents
-from tierstore.tools.convert.entries import BUFFER, Entry, flat_start
+from tierstore.tools.convert.contents import STEP, Contents
+from tierstore.tools.convert.entries import BUFFER, Entry, Read, flat_start
 from tierstore.tools.convert.options import Options
 from tierstore.tools.convert.pipeline import Piece, bytes_of
 
@@ -81,7 +82,10 @@ class Writer:
             dtypes = {n: options.dtype or contents.dtypes.get(n) for n in group.parameters}
             momentum_dtype = _common_momentum_dtype(by_parameter, dtypes)
             for name, dtype in dtypes.items():
-                spec, entries = _paged(name, by_parameter[name], dtype, momentum_dtype)
+                is_muon = other_momentum(group.hyperparameters) is None
+                spec, entries = _paged(
+                    name, by_parameter[name], dtype, momentum_dtype, is_muon=is_muon
+                )
                 specs.append(spec)
                 self.entries += entries
             _require_same_states(specs)
@@ -150,32 +154,43 @@ class Writer:
 
 
 def _with_initial_states(contents: Contents, by_parameter: Mapping[str, list[Entry]]) -> Contents:
-    """Add zeros as the states of parameters that never had a gradient, and so have none.
+    """Add initial states of parameters that never had a gradient, and so have none.
 
     Args:
         contents: what is written.
         by_parameter: the entries of each parameter, to which these are added.
 
     Returns:
-        The contents, with a step count of 0 where the others of the group have one.
+        The contents, with a step count of 0 where the others of the group have one, and STEPPED
+        for parameters of rules that have none.
     """
     scalars = dict(contents.scalars)
     for group in contents.groups:
         states = {n: [e for e in by_parameter[n] if e.state != MASTER] for n in group.parameters}
         stepped = next((name for name, found in states.items() if found), "")
-        for name in [name for name, found in states.items() if stepped and not found]:
-            shape = next((e.shape for e in by_parameter[name]), None)
-            by_parameter[name] += [
-                replace(entry, parameter=name, shape=shape, read=_read_zeros)
-                for entry in states[stepped]
-                if shape is not None
-            ]
-            scalars[name] = dict.fromkeys(scalars.get(stepped, {}), 0.0)
+        initial = functools.partial(initial_value, group=group.hyperparameters)
+        for name, found in states.items():
+            if stepped and not found:
+                shape = next((e.shape for e in by_parameter[name]), None)
+                by_parameter[name] += [
+                    replace(entry, parameter=name, shape=shape, read=_reader(initial(entry.state)))
+                    for entry in states[stepped]
+                    if shape is not None
+                ]
+                scalars[name] = {key: initial(key) for key in scalars.get(stepped, {})}
+            numbers = scalars.get(name, {})
+            if STEP not in numbers:
+                scalars[name] = {STEPPED: float(bool(found)), **numbers}
     return replace(contents, scalars=scalars)
 
 
-def _read_zeros(chunk: Chunk, target: torch.Tensor) -> None:
-    target.zero_()
+def _reader(value: float) -> Read:
+    """Return the function that reads a tensor of one value."""
+
+    def read(chunk: Chunk, target: torch.Tensor) -> None:
+        target.fill_(value)
+
+    return read
 
 
 def _common_momentum_dtype(
@@ -205,14 +220,24 @@ def _paged(
     entries: Sequence[Entry],
     dtype: torch.dtype | None,
     momentum_dtype: torch.dtype | None,
+    *,
+    is_muon: bool,
 ) -> tuple[ParameterSpec, list[Entry]]:
-    """Return the spec of a parameter, and its entries with the dtypes of a page."""
+    """Return the spec of a parameter, and its entries with the dtypes of a page.
+
+    Args:
+        name: of the parameter.
+        entries: its master and states.
+        dtype: of the parameter; None: that of its master.
+        momentum_dtype: see _common_momentum_dtype().
+        is_muon: whether momentum, if there is any, is Muon's, and keeps its dtype.
+    """
     found = {entry.state: entry for entry in entries}
     master = found.pop(MASTER, None)
     if master is None:
         raise CheckpointError(f"the source has no weight of parameter {name!r}: name it as well")
     dtype = dtype or master.dtype
-    is_muon = MOMENTUM in found
+    is_muon = is_muon and MOMENTUM in found
     if dtype not in _DTYPES or len(master.shape) > RECORD_DIMENSIONS_MAX:
         raise CheckpointError(
             f"parameter {name!r} is {dtype_name(dtype)} {list(master.shape)}, which cannot be paged"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from tierstore.checkpoint.dcp_reader import PIECE_BYTES, mapped_tensor
+from tierstore.checkpoint.dcp_writer import NUMBERS
+from tierstore.checkpoint.stored_paths import MOMENTS
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.safe_pickle import StoredTensor, Unread
@@ -41,10 +43,6 @@ BY_ALGORITHM = "optimizers"
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
-_SHAPED = (  # States that always have the shape of their parameter; factored ones have not.
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
-    *("moment1", "moment2", "square_avg", "acc_delta", "grad_avg", "sum", "prev"),
-)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _META = "torch._utils._rebuild_meta_tensor_no_storage"
 _STRIDED_BYTES_MAX = 256 * 2**20
@@ -253,7 +251,7 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
         for name, values in states.items():
             numbers = {}
             for key, value in values.items():
-                if key == "step" and isinstance(value, StoredTensor):
+                if key in NUMBERS and isinstance(value, StoredTensor):
                     numbers[key] = _number(file, key, value)
                 elif isinstance(value, StoredTensor):
                     entries.append(tensor_entry(file, name, str(RENAMED.get(key, key)), value))
@@ -450,7 +448,7 @@ def _given_names(groups: Sequence[_StoredGroup]) -> list[list[str]] | None:
 def _shape(state: Mapping[str, Any]) -> Shape | None:
     """Return the shape of a parameter, if its states tell one."""
     tensors = [
-        value for key, value in state.items() if str(key).removesuffix("::quantized") in _SHAPED
+        value for key, value in state.items() if str(key).removesuffix("::quantized") in MOMENTS
     ]
     shapes = {value.shape for value in tensors if isinstance(value, StoredTensor)}
     return shapes.pop() if len(shapes) == 1 else None

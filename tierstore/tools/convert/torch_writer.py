@@ -13,6 +13,7 @@ import torch
 
 from tierstore.checkpoint.dcp_writer import portable, state_number
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import STEPPED
 from tierstore.run import tagged_json
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import BUFFER, Entry
@@ -61,7 +62,7 @@ class Writer:
             state["model"] = OrderedDict({**weights, **contents.values})
         if contents.groups:
             states: dict[str, dict[str, Any]] = {
-                name: {key: state_number(key, number) for key, number in numbers.items()}
+                name: {k: state_number(k, number) for k, number in numbers.items() if k != STEPPED}
                 for name, numbers in contents.scalars.items()
             }
             for entry in self.entries:

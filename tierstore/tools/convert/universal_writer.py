@@ -18,7 +18,7 @@ from tierstore.checkpoint.dcp_writer import portable
 from tierstore.errors import CheckpointError
 from tierstore.inspection.reader import wrong_name
 from tierstore.layout.encodings import MASTER
-from tierstore.layout.other_rules import MOMENTUM
+from tierstore.layout.other_rules import MOMENTUM, is_radam_or_nadam
 from tierstore.layout.parameters import dtype_name
 from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.deepspeed_engine import OWN
@@ -76,6 +76,12 @@ class Writer:
         self._shapes: list[OrderedDict[str, torch.Size]] = []
         self._trained: list[Entry] = []
         for group in contents.groups:
+            if is_radam_or_nadam(group.hyperparameters):
+                raise CheckpointError(
+                    f"the group of {group.parameters[0]!r} is of RAdam or NAdam, and DeepSpeed "
+                    f"{_VERSION} loads universal checkpoints of Adam and AdamW only: convert to "
+                    "dcp or torch"
+                )
             for name in group.parameters:
                 entries = _checked(name, found[name])
                 dtype = options.dtype or contents.dtypes.get(name, entries[0].dtype)

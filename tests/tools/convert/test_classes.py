@@ -1,0 +1,186 @@
+"""Classes of torch.optim go on bit for bit after a conversion of their states and numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests.support.class_training import CASES, PAGES, case_of, gradient, parameters
+from tests.support.commands import call
+from tests.support.conversions import no_trace
+from tests.support.small_net import one_group, small_net, train
+from tierstore.tools.convert.convert import convert
+
+FIRST, LAST = 6, 12  # One parameter has its first gradient in between.
+Parameters = dict[str, torch.nn.Parameter]
+
+
+def go_on(optimizer: torch.optim.Optimizer, own: Parameters, first: int, last: int) -> None:
+    """Do the steps after ``first``, each with a smaller learning rate."""
+    for step in range(first + 1, last + 1):
+        for index, parameter in enumerate(own.values()):
+            parameter.grad = gradient(step, index, parameter)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
+
+
+def trained(
+    case: str, last: int, *, named: bool = True
+) -> tuple[Parameters, torch.optim.Optimizer]:
+    """The class as it is."""
+    cls, options = case_of(case)
+    own = parameters(torch.float32)
+    optimizer = cls(own.items() if named else own.values(), **options)
+    go_on(optimizer, own, 0, last)
+    return own, optimizer
+
+
+def write(case: str, path: Path, last: int = FIRST, *, named: bool = True) -> None:
+    own, optimizer = trained(case, last, named=named)
+    model = {name: parameter.detach() for name, parameter in own.items()}
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, path)
+
+
+def write_run(case: str, path: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """A run of Paged."""
+    cls, options = case_of(case)
+    own = parameters(dtype)
+    with tierstore.TierStore(path, **PAGES) as store:
+        optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
+        for step in range(FIRST):
+            go_on(optimizer, own, step, step + 1)
+            store.commit()
+
+
+def paged(case: str, path: Path, checkpoint: Path | None = None, first: int = FIRST) -> Any:
+    """The parameters, and the state dict, of Paged in a run that goes on."""
+    cls, options = case_of(case)
+    own = parameters(torch.float32)
+    with tierstore.TierStore(path, resume=checkpoint is None, **PAGES) as store:
+        optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
+        optimizer.restore(checkpoint=checkpoint)
+        go_on(optimizer, own, first, LAST)
+        return own, optimizer.state_dict()
+
+
+def loaded(case: str, path: Path) -> Any:
+    """The parameters and the optimizer of the class, from a file."""
+    cls, options = case_of(case)
+    own, found = parameters(torch.float32), torch.load(path, weights_only=True)
+    optimizer = cls(own.items(), **options)
+    optimizer.load_state_dict(found["optimizer"])
+    for name, parameter in own.items():
+        parameter.data.copy_(found["model"][name])
+    return own, optimizer
+
+
+def contents(state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """The states of parameters that have any, with types, as values that can be compared."""
+    return {
+        number: {
+            name: (type(value), str(getattr(value, "dtype", "")), torch.as_tensor(value).tolist())
+            for name, value in state.items()
+            if value is not None
+        }
+        for number, state in state_dict["state"].items()
+        if any(value is not None for value in state.values())
+    }
+
+
+def require_equal(own: Parameters, state_dict: dict[str, Any], case: str) -> None:
+    expected, optimizer = trained(case, LAST)
+    for name, parameter in expected.items():
+        assert torch.equal(own[name], parameter), name
+    assert contents(state_dict) == contents(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_of_the_class(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path / "in.pt")
+    for to in ("tierstore", "dcp", "torch"):
+        assert convert(tmp_path / "in.pt", tmp_path / to, to=to).lost == []
+    require_equal(*paged(case, tmp_path / "tierstore"), case)
+    require_equal(*paged(case, tmp_path / "run", tmp_path / "dcp"), case)
+    found = torch.load(tmp_path / "torch", weights_only=True)["optimizer"]
+    assert contents(found) == contents(trained(case, FIRST)[1].state_dict())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_the_class(case: str, tmp_path: Path) -> None:
+    """Directly, over DCP, and over another run."""
+    write_run(case, tmp_path / "in")
+    for to, source in (("dcp", "in"), ("tierstore", "in"), ("dcp.pt", "dcp"), ("in.pt", "in")):
+        convert(tmp_path / source, tmp_path / to, to="torch" if to.endswith(".pt") else to)
+    for file in ("in.pt", "dcp.pt"):
+        own, optimizer = loaded(case, tmp_path / file)
+        go_on(optimizer, own, FIRST, LAST)
+        require_equal(own, optimizer.state_dict(), case)
+    require_equal(*paged(case, tmp_path / "tierstore"), case)
+    require_equal(*paged(case, tmp_path / "run", tmp_path / "dcp"), case)
+
+
+@pytest.mark.parametrize("case", ["RMSprop-centered", "SGD-momentum"])
+def test_a_run_in_bfloat16(case: str, tmp_path: Path) -> None:
+    """Its pages are those of Paged, and no page is of Muon."""
+    write_run(case, tmp_path / "in", dtype=torch.bfloat16)
+    convert(tmp_path / "in", tmp_path / "in.pt", to="torch")
+    convert(tmp_path / "in.pt", tmp_path / "again", to="tierstore")
+    cls, options = case_of(case)
+    found = []
+    for run in ("in", "again"):
+        own = parameters(torch.bfloat16)
+        with tierstore.TierStore(tmp_path / run, resume=True, **PAGES) as store:
+            optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
+            optimizer.restore()
+            go_on(optimizer, own, FIRST, LAST)
+            found.append((contents(optimizer.state_dict()), [p.tolist() for p in own.values()]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("case", ["ASGD", "Rprop"])
+def test_parameters_without_names(case: str, tmp_path: Path) -> None:
+    """The shapes of states tell them."""
+    write(case, tmp_path / "in.pt", 9, named=False)
+    convert(tmp_path / "in.pt", tmp_path / "out", to="dcp")
+    require_equal(*paged(case, tmp_path / "run", tmp_path / "out", first=9), case)
+
+
+def test_a_convention_of_muon_is_of_no_use(tmp_path: Path) -> None:
+    """A convention of Muon's momentum is of no use for RMSprop and SGD."""
+    for case in ("RMSprop-centered", "SGD-momentum"):
+        write(case, tmp_path / f"{case}.pt")
+        arguments = ("convert", tmp_path / f"{case}.pt", tmp_path / "out", "--to", "dcp")
+        with no_trace(tmp_path):
+            code, _, error = call(*arguments, "--momentum-convention", "heavy-ball")
+        assert (code, "is of no use" in error) == (2, True)
+
+
+@pytest.mark.parametrize("case", ["NAdam", "RAdam"])
+def test_deepspeed_has_no_such_rule(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path / "in.pt", 9)
+    with no_trace(tmp_path):
+        code, _, error = call(
+            *("convert", tmp_path / "in.pt", tmp_path / "out", "--to", "universal"),
+            *("--include", "p0"),
+        )
+    assert (code, "is of RAdam or NAdam" in error) == (2, True)
+
+
+def test_a_run_of_adam_is_refused_by_muon(tmp_path: Path) -> None:
+    """Whose AdamW has the same pages."""
+    model = small_net()
+    stock = torch.optim.Adam(list(model.named_parameters()), weight_decay=0.1)
+    train(model, stock, range(2))
+    held = {"model": model.state_dict(), "optimizer": stock.state_dict()}
+    torch.save(held, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out", to="tierstore")
+    with tierstore.TierStore(tmp_path / "out", resume=True) as store:
+        optimizer = muon.Muon(one_group(small_net()), store=store)
+        with pytest.raises(ValueError, match="decoupled_weight_decay is not supported"):
+            optimizer.restore()
