@@ -98,7 +98,7 @@ def test_memory_is_worked_out_part_by_part() -> None:
     assert 6 * 2**20 < page < 6 * 2**20 + 2**14
     assert by_place["GPU"].parts["pages on the device"] == 4 * page
     # The matrix that is given, those before and after a step, and two square products.
-    assert by_place["GPU"].parts["matrices of the optimizer"] == 5 * 2 * 1024**2
+    assert by_place["GPU"].parts["tensors of the optimizer"] == 5 * 2 * 1024**2
     assert by_place["host"].parts == {"buffers of pages": 4 * page}
     assert by_place["NVMe"].parts == {
         "pages of the run": 8 * page,
@@ -251,7 +251,7 @@ def test_commits_of_resting_pages_are_spread_over_steps() -> None:
 
 
 def test_matrices_are_counted_where_steps_are_computed() -> None:
-    in_steps, in_messages = "matrices of the optimizer", "parameters in flight"
+    in_steps, in_messages = "tensors of the optimizer", "parameters in flight"
     on_host = replace(SMALL, step_on="cpu", host_memory=2**27)
     found = planned(gpus=2, partition="ddp", store=on_host)
     by_place = {need.place: need.parts for need in found.needs}

@@ -10,6 +10,7 @@ import torch
 
 from muon.plan import MuonPlan
 from tierstore.errors import PlanError
+from tierstore.tools.plan.classes import ClassPlan
 from tierstore.tools.probe.optimizers import GROUP, load_optimizers, optimizer_rates
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +29,8 @@ def install(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str)
 def test_an_installed_optimizer_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MuonPlan, "rates", lambda self, device: ())  # It takes its time.
+    for own in (MuonPlan, ClassPlan):
+        monkeypatch.setattr(own, "rates", lambda self, device: ())  # They take their time.
     rate_text = "('roar', (1, 2, 3), 'float32'), [3.0, 1.0, 2.0]"
     module = f"class Plan:\n def rates(self, device): yield {rate_text}\n"
     install(tmp_path, monkeypatch, "lions", module)
@@ -47,9 +49,12 @@ def test_an_optimizer_that_cannot_be_loaded_is_named(
         load_optimizers()
 
 
-def test_muon_is_an_entry_point() -> None:
+def test_own_entry_points() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"][GROUP] == {"muon": "muon.plan:MuonPlan"}
+    assert project["entry-points"][GROUP] == {
+        "muon": "muon.plan:MuonPlan",
+        "torch": "tierstore.tools.plan.classes:ClassPlan",
+    }
 
 
 @pytest.mark.long  # Rounds of a quarter of a second, and longer ones on a slow CPU.
@@ -74,3 +79,18 @@ def test_muon_measures_several_kinds_of_shapes() -> None:
             for kind in ("masters", "states")
         ),
     }
+
+
+@pytest.mark.long  # Steps of 16M elements.
+def test_classes_of_torch_are_measured_by_adamw() -> None:
+    rates = list(ClassPlan().rates(torch.device("cpu")))
+    assert [(work, dtype) for (work, _, dtype), _ in rates] == [
+        *[("class_elements", "float32")] * 2,
+        *[("class_elements", "bfloat16")] * 2,
+    ]
+    # Gradient and parameter, which is written, too; master and two moments likewise.
+    assert [ClassPlan().operations(work)[1] / work[1][2] for work, _ in rates] == [
+        *[3 * 4 + 2 * 12] * 2,
+        *[3 * 2 + 2 * 12] * 2,
+    ]
+    assert all(min(seconds) > 0 for _, seconds in rates)

@@ -72,7 +72,10 @@ def plan(
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the parameters, if not that of the config.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="muon or adamw.")] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="muon, adamw, or a class for Paged, as torch.optim.Adam."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(

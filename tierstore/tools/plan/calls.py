@@ -28,12 +28,12 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
         if getattr(store, one.name) != one.default or one.name == "host_memory"
     )
     lines = [f"store = tierstore.TierStore(\n    {place},{given}\n)", f"optimizer = {found.call}"]
-    imports = ["import tierstore"]
+    imports = {"import tierstore"}
     package = found.call.partition(".")[0]
     if package.isidentifier():
-        imports.insert(0, f"import {package}")
+        imports.add(f"import {package}")
     if "torch." in found.call:
-        imports.append("import torch")
+        imports.add("import torch")
     return "\n".join([*sorted(imports), "", *lines]) + "\n"
 
 

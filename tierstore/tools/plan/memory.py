@@ -54,7 +54,7 @@ def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need
         "pages on the device": ranks.most("device_bytes"),
         "parameters in flight": max(one.in_flight_bytes for one in ranks.classes),
     }
-    matrices = {"matrices of the optimizer": ranks.matrix_bytes}
+    matrices = {"tensors of the optimizer": ranks.matrix_bytes}
     if not job.on_gpu:
         in_gpu, of_each = {}, with_parameters | matrices
     elif not job.steps_on_gpu:

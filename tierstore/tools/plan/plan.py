@@ -113,7 +113,7 @@ def plan(
     job: Job,
     rates: Rates,
     *,
-    optimizer: str = "muon",
+    optimizer: str | None = None,
     algorithm: str | None = None,
     nvme_bytes: int | None = None,
 ) -> Plan:
@@ -123,7 +123,7 @@ def plan(
         model: its parameters, in the dtype that they are trained in.
         job: the job.
         rates: of its machines.
-        optimizer: name of an installed optimizer.
+        optimizer: name of an installed optimizer; None: the one that has the algorithm, or "muon".
         algorithm: one of those that the optimizer names; None: its usual one.
         nvme_bytes: bytes of the drives of a node, if the job does not name the drives.
 
@@ -132,17 +132,27 @@ def plan(
         BudgetError: the host memory of the stores is too small for the pages.
     """
     installed = load_optimizers()
+    if optimizer is None:
+        # Classes of other packages may have no such names.
+        having = (n for n, one in installed.items() if algorithm in getattr(one, "algorithms", ()))
+        optimizer = next(having, "muon")
     if optimizer not in installed:
         raise PlanError(
             f"no optimizer {optimizer!r} is installed, expected is one of "
             f"{', '.join(map(repr, installed)) or 'none'}: install its package"
         )
+    if rates.measured and all(one.optimizer != optimizer for one in rates.measured):
+        text = (
+            f"memory of the optimizer at {rates.memory / 1e9:g} GB/s: the probe lacks {optimizer!r}"
+        )
+        rates = replace(rates, assumed=(*rates.assumed, text))
     planner = _Planner(model, installed[optimizer], rates, nvme_bytes)
     chosen = algorithm or planner.optimizer.algorithms[0]
     if chosen not in planner.optimizer.algorithms:
         raise PlanError(
             f"the optimizer {optimizer!r} has no algorithm {chosen!r}, expected is one of "
-            f"{', '.join(map(repr, planner.optimizer.algorithms))}"
+            f"{', '.join(map(repr, planner.optimizer.algorithms))}, or a class of torch.optim "
+            "that pages can have, such as 'torch.optim.Adam'"
         )
     ranks, call = planner.lay_out(job, chosen)
     formula = formula_of(ranks, rates)
