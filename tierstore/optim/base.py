@@ -407,10 +407,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._prefetches:
             self._hook_reads()
 
-    def _begin_scalars(self) -> None:
-        """Give parameters that have no scalars yet those of a new optimizer."""
-        for group in self._attached.groups:
-            if initial := self.scalars_of(group.hyperparameters):
+    def _begin_scalars(self, committed: int = 0) -> None:
+        """Give parameters that have no scalars yet those of a new optimizer.
+
+        Args:
+            committed: number of groups with states. Conversions write no STEPPED for them.
+        """
+        for number, group in enumerate(self._attached.groups):
+            if initial := dict(self.scalars_of(group.hyperparameters)):
+                if STEPPED in initial:
+                    initial[STEPPED] = float(number < committed)
                 for parameter in group.parameters:
                     self.store.pages.scalars.setdefault(parameter.name, dict(initial))
 
@@ -472,7 +478,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             with contextlib.suppress(StoreFailedError):
                 self._attach_groups()
             step = self.store.restore(checkpoint, rewind=rewind)
-        self._begin_scalars()
+        self._begin_scalars(self.store.pages.groups_written)
         for group, before, values in zip(self.param_groups, given, unchanged, strict=True):
             group.update({**self.unpacked(group, before), **values})
             for name in self.not_loaded(group).keys() - values.keys():

@@ -143,6 +143,28 @@ def test_a_run_in_bfloat16(case: str, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_a_file_of_muon_of_torch(tmp_path: Path) -> None:
+    """Which has no step count, as SGD has none."""
+    stock, own = (list(small_net(bias=False).named_parameters()) for _ in range(2))
+    optimizer = torch.optim.Muon(stock, lr=0.02)
+
+    def step(optimizer: torch.optim.Optimizer, named: Any) -> None:
+        for index, (_, parameter) in enumerate(named):
+            parameter.grad = gradient(1, index + 5, parameter)
+        optimizer.step()
+
+    step(optimizer, stock)
+    held = {"model": {n: p.detach() for n, p in stock}, "optimizer": optimizer.state_dict()}
+    torch.save(held, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out", to="tierstore")
+    step(optimizer, stock)
+    with tierstore.TierStore(tmp_path / "out", resume=True) as store:
+        paged = tierstore.Paged(own, torch.optim.Muon, store=store, lr=0.02)
+        paged.restore()
+        step(paged, own)
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(own, stock, strict=True))
+
+
 @pytest.mark.parametrize("case", ["ASGD", "Rprop"])
 def test_parameters_without_names(case: str, tmp_path: Path) -> None:
     """The shapes of states tell them."""

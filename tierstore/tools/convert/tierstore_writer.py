@@ -162,13 +162,14 @@ def _with_initial_states(contents: Contents, by_parameter: Mapping[str, list[Ent
 
     Returns:
         The contents, with a step count of 0 where the others of the group have one, and STEPPED
-        for parameters of rules that have none.
+        for parameters of SGD.
     """
     scalars = dict(contents.scalars)
     for group in contents.groups:
         states = {n: [e for e in by_parameter[n] if e.state != MASTER] for n in group.parameters}
         stepped = next((name for name, found in states.items() if found), "")
         initial = functools.partial(initial_value, group=group.hyperparameters)
+        is_sgd = other_momentum(group.hyperparameters) is not None
         for name, found in states.items():
             if stepped and not found:
                 shape = next((e.shape for e in by_parameter[name]), None)
@@ -179,7 +180,7 @@ def _with_initial_states(contents: Contents, by_parameter: Mapping[str, list[Ent
                 ]
                 scalars[name] = {key: initial(key) for key in scalars.get(stepped, {})}
             numbers = scalars.get(name, {})
-            if STEP not in numbers:
+            if STEP not in numbers and is_sgd:
                 scalars[name] = {STEPPED: float(bool(found)), **numbers}
     return replace(contents, scalars=scalars)
 
