@@ -156,8 +156,17 @@ def check_in_checkpoint(group: Mapping[str, Any], saved: Mapping[str, Any], numb
     Raises:
         ValueError: they are of another rule, or cannot be used.
     """
-    where = f"in the checkpoint, the group of the parameters of param group {number}"
     check_loaded(group, {**group, **with_dtypes(saved), **not_loaded(group)}, number)
+    check_rule(group, saved, number)
+
+
+def check_rule(group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
+    """Check that the saved hyperparameters of the parameters of a group are of its rule.
+
+    Raises:
+        ValueError: they are of another rule with the same states.
+    """
+    where = f"in the checkpoint, the group of the parameters of param group {number}"
     tierstore.pages.refuse_other_rule(saved, group["algorithm"], where)
 
 

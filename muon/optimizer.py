@@ -18,6 +18,7 @@ from muon.checks import (
     check_hyperparameters,
     check_in_checkpoint,
     check_matrices,
+    check_rule,
     loaded_from,
 )
 from muon.coefficients import Coefficients
@@ -340,6 +341,12 @@ class Muon(tierstore.PagedOptimizer):
     def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
         """Check the hyperparameters that a checkpoint has for the parameters of a group."""
         check_in_checkpoint(group, saved, number)
+
+    def check_resumed(
+        self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int
+    ) -> None:
+        """Check that a run, which may be a converted one, is of the rule of the group."""
+        check_rule(group, saved, number)
 
     def loaded(self, group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
         """Return the hyperparameters that a group of a state dict gives a param group."""

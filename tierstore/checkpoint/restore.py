@@ -52,8 +52,6 @@ class Restore:
 
         def check() -> dict[str, str]:
             renamed = self._check_model(manifest)
-            for group, saved in zip(table.groups, manifest.hyperparameters, strict=False):
-                group.check(tagged_json.decode(saved))  # Other rules may have the same states.
             check_files(committer.storage, table.layouts, manifest)
             self._check(committed)
             self._registered.compare(committed, begins=False)
@@ -205,7 +203,7 @@ class Restore:
         )
         renamed = check_same_model(storage, manifest, attached)
         for group, saved in zip(table.groups, manifest.hyperparameters, strict=False):
-            group.check(tagged_json.decode(saved))
+            group.check_commit(tagged_json.decode(saved))  # Other rules may have the same states.
         return renamed
 
     def _begin(self, checkpoint: str | os.PathLike[str], todo: str, *, begins: bool) -> int:

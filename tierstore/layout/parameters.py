@@ -278,8 +278,11 @@ class PagedGroup:
     keys "params" and "param_names", which torch.optim keeps in the same dict, are ignored."""
 
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
-    """Called by restore() with the hyperparameters of the commit or checkpoint, before anything is
-    changed; raises ValueError if the optimizer cannot use them."""
+    """Called by restore(checkpoint=...) with the hyperparameters of the checkpoint, before anything
+    is changed; raises ValueError if the optimizer cannot use them."""
+
+    check_commit: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
+    """The same for restore() and the hyperparameters of the run's last commit."""
 
     def own_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters without the keys "params" and "param_names"."""

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,6 +158,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             ValueError: they are of another rule, or cannot be used.
         """
 
+    def check_resumed(
+        self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int
+    ) -> None:
+        """Check the hyperparameters that the last commit of a run has, before it is restored.
+
+        Raises:
+            ValueError: they are of another rule.
+        """
+
     def loaded(self, group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
         """Return the hyperparameters that a group of a state dict gives a param group.
 
@@ -269,14 +279,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         named = zip(self._names(number), group["params"], strict=True)
         optimizer = weakref.ref(self)  # The store keeps the group, and not the optimizer.
 
-        def check(saved: Mapping[str, Any]) -> None:
+        def check(saved: Mapping[str, Any], *, is_own: bool = False) -> None:
             if (alive := optimizer()) is not None:
-                alive.check_loaded(group, saved, number)
+                (alive.check_resumed if is_own else alive.check_loaded)(group, saved, number)
 
         return PagedGroup(
             parameters=[self.paged_parameter(group, n, p, **self._placing) for n, p in named],
             hyperparameters=group,
             check=check,
+            check_commit=partial(check, is_own=True),
         )
 
     def _names(self, number: int) -> list[str]:

@@ -142,6 +142,12 @@ class Paged(PagedOptimizer):
         require_same_class(self._class, self.defaults, saved, where)
         require_options(self._class, saved)
 
+    def check_resumed(
+        self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int
+    ) -> None:
+        """Refuse the run of another class."""
+        self.check_loaded(group, saved, number)
+
     def _kept_for(self, group: Mapping[str, Any], tensor: torch.Tensor) -> Kept:
         dtype = master_dtype(tensor.dtype)
         key = (*signature(group), tensor.ndim, dtype)
