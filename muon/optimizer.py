@@ -254,7 +254,7 @@ class Muon(tierstore.PagedOptimizer):
         try:
             return super().step(closure)
         finally:
-            self._qk_logits = None
+            self._qk_logits, self._scales = None, {}
 
     @property
     def window(self) -> int:

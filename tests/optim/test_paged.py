@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,10 @@ class Counting(torch.optim.SGD):
                     if self.by_gradient == "state":
                         state["count"] += float(p.grad.abs().sum())
                     p.add_(p.grad, alpha=-group["lr"] / (group["k"] + state["count"]))
+
+
+class CountingOtherwise(Counting):
+    """Has the keys and states of its base."""
 
 
 class Lamb(torch.optim.Optimizer):
@@ -260,8 +266,9 @@ def test_a_state_is_reset_and_assigned() -> None:
 @pytest.mark.parametrize(
     ("cls", "other", "message"),
     [
-        (torch.optim.Adam, torch.optim.AdamW, "not of AdamW: decoupled_weight_decay is False"),
-        (torch.optim.AdamW, torch.optim.RAdam, "not of RAdam, which has no 'amsgrad'"),
+        (torch.optim.Adam, torch.optim.AdamW, "is of Adam, and not of AdamW"),
+        (torch.optim.AdamW, torch.optim.RAdam, "is of AdamW, and not of RAdam"),
+        (Counting, CountingOtherwise, "is of Counting, and not of CountingOtherwise"),
     ],
 )
 def test_a_run_of_another_class_with_the_same_states_is_refused(
@@ -279,3 +286,214 @@ def test_a_run_of_another_class_with_the_same_states_is_refused(
         assert all(torch.equal(own[name], before[name]) for name in own)
     with tierstore.TierStore(tmp_path, resume=True, **PAGES) as store:
         assert tierstore.Paged(own.items(), cls, store=store).restore() == 1
+
+
+def test_fused_kernels_step_tensors_in_another_order_of_memory() -> None:
+    """They read memory as it lies: a parameter in channels_last has its states in rows here."""
+    random = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    own, other = (nn.Parameter(random.clone()) for _ in range(2))
+    paged = tierstore.Paged([own], torch.optim.AdamW, fused=True, lr=0.1)
+    stock = torch.optim.AdamW([other], fused=True, lr=0.1)
+    for step in range(3):
+        grad = torch.full_like(random, 1.0 + step) * random
+        own.grad, other.grad = grad, grad.clone()
+        paged.step()
+        stock.step()
+    assert torch.equal(own, other)
+    state, expected = paged.state_dict()["state"][0], stock.state_dict()["state"][0]
+    assert torch.equal(state["exp_avg"], expected["exp_avg"])
+
+
+class Accumulating(torch.optim.SGD):
+    """Counts every second step, has a state that is None, and an option that is a dtype."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kept_in: Any = torch.float32) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("kept_in", kept_in)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(step=0, half=0, none=None, sum=torch.zeros_like(p))
+                    assert state["none"] is None
+                    state["sum"] += p.grad.to(group["kept_in"])
+                    state["half"] += 1
+                    if state["half"] == 2:
+                        p.sub_(state["sum"], alpha=group["lr"])
+                        state["sum"].zero_()
+                        state["half"] = 0
+                        state["step"] += 1
+
+
+def test_states_before_the_first_count_are_kept() -> None:
+    paged, stock, step = twins(Accumulating)
+    step(1)
+    step(2)
+    paged.load_state_dict(paged.state_dict())
+    assert paged.param_groups[0]["kept_in"] is torch.float32
+    for number in range(3, 8):
+        step(number)
+    saved = stock.state_dict()
+    found = paged.state_dict()["state"]
+    for index, states in saved["state"].items():
+        assert {n: v for n, v in states.items() if v is not None}.keys() == found[index].keys()
+    parameter = paged.param_groups[0]["params"][0]
+    paged = tierstore.Paged([parameter], torch.optim.AdamW)
+    ones = torch.ones_like(parameter)
+    paged.state[parameter] = {"step": 0, "exp_avg": ones, "exp_avg_sq": ones}
+    parameter.grad = torch.zeros_like(parameter)
+    paged.step()
+    assert torch.equal(paged.state[parameter]["exp_avg"], torch.full_like(ones, 0.9))
+
+
+class CountingItself(Counting):
+    """Counts in an attribute."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls = self.calls + 1
+        super().step(closure)
+
+
+class Late(Counting):
+    """Creates a state at its fourth step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if self.state[p]["count"] == 4:
+                self.state[p]["late"] = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (CountingItself, "CountingItself counts in attributes of its own, which no commit has"),
+        (Late, "Late creates states after the first step of a parameter"),
+    ],
+)
+def test_numbers_and_states_that_a_commit_would_lack_are_refused(cls: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tierstore.Paged([nn.Parameter(torch.ones(4, 4))], cls)
+
+
+class OwnNAdam(torch.optim.NAdam):
+    """Has the states of its base."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.Rprop, [{"lr": 0.1}, {"lr": 0.4}]),
+        (OwnNAdam, [{}, {}]),
+    ],
+)
+def test_each_group_has_the_first_states_of_its_options(cls: Any, options: Any) -> None:
+    """They go to the class before any step; later, a parameter without a step has none there."""
+    own, other = ([nn.Parameter(torch.ones(3, 3)) for _ in options] for _ in range(2))
+    paged, stock = (
+        make([{"params": [p], **given} for p, given in zip(of, options, strict=True)])
+        for make, of in ((lambda groups: tierstore.Paged(groups, cls), own), (cls, other))
+    )
+    stock.load_state_dict(paged.state_dict())
+    for of in (own, other):
+        of[1].grad = torch.ones(3, 3)
+    paged.step()
+    stock.step()
+    assert all(map(torch.equal, own, other))
+    assert list(paged.state_dict()["state"]) == [1]
+
+
+def test_a_run_with_counts_and_keys_of_its_own_goes_on(tmp_path: Path) -> None:
+    """Also one of a class whose options have other names than its keys, and without lr."""
+
+    class Named(Counting):
+        def __init__(self, params: Any, rate: float = 0.1) -> None:
+            super().__init__(params, rate)
+            for group in self.param_groups:
+                group["mine"] = group.pop("lr")
+            self.defaults = {"mine": rate, "k": 0}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["k"] += 1
+                for p in group["params"]:
+                    p.add_(p.grad, alpha=-group["mine"])
+
+    for steps in (1, 2):
+        parameter = nn.Parameter(torch.zeros(4, 4))
+        with tierstore.TierStore(tmp_path, resume=True, **PAGES) as store:
+            groups = [{"params": [("w", parameter)], "momentum": 0.5}]
+            paged = tierstore.Paged(groups, Named, store=store)
+            assert paged.restore() == steps - 1
+            parameter.grad = torch.ones(4, 4)
+            paged.param_groups[0]["mine"] *= 0.5
+            paged.step()
+            paged.load_state_dict(paged.state_dict())
+            store.commit()
+            assert paged.param_groups[0]["k"] == steps
+    assert parameter.unique().tolist() == [pytest.approx(-0.075)]
+
+
+def test_a_state_dict_of_other_options_is_refused_or_keeps_ours() -> None:
+    def saved(**options: Any) -> dict[str, Any]:
+        parameter = nn.Parameter(torch.ones(4, 4))
+        parameter.grad = torch.ones(4, 4)
+        stock = torch.optim.AdamW([parameter], **options)
+        stock.step()
+        return stock.state_dict()
+
+    parameter = nn.Parameter(torch.ones(4, 4))
+    paged = tierstore.Paged([parameter], torch.optim.AdamW)
+    paged.load_state_dict(saved(fused=True, lr=0.5))
+    assert paged.param_groups[0]["fused"] is None
+    assert paged.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match=r"keep the states .*max_exp_avg_sq.*, and pages hold"):
+        paged.load_state_dict(saved(amsgrad=True, lr=0.1))
+    assert paged.param_groups[0]["lr"] == 0.5
+    parameter.grad = torch.ones(4, 4)
+    paged.step()
+
+
+def test_a_group_may_have_no_parameters() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    groups = [{"params": [parameter]}, {"params": []}]
+    paged = tierstore.Paged(groups, torch.optim.AdamW)
+    parameter.grad = torch.ones(4, 4)
+    paged.step()
+    assert list(paged.state_dict()["state"]) == [0]
+
+
+def test_a_whole_parameter_of_several_records_is_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(()).expand(1 << 15, 1 << 14))
+    with pytest.raises(ValueError, match=r"takes more than one record of pages, and Muon sees"):
+        tierstore.Paged([parameter], torch.optim.Muon)
+    tierstore.Paged([parameter], torch.optim.AdamW)
+
+
+def test_a_step_that_raises_keeps_no_gradient() -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:
+            if Failing.fails:
+                raise RuntimeError("no")
+            super().step(closure)
+
+    parameter = nn.Parameter(torch.ones(4, 4))
+    paged = tierstore.Paged([parameter], Failing, lr=0.1)
+    Failing.fails = True
+    parameter.grad = torch.ones(4, 4)
+    left = weakref.ref(parameter.grad)
+    with pytest.raises(RuntimeError, match="no"):
+        paged.step()
+    parameter.grad = None
+    gc.collect()
+    assert left() is None

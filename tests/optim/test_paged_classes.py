@@ -39,6 +39,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield ranks
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -78,6 +79,7 @@ def test_two_ranks(
     pool.run(2, "tests.rank_programs.classes:resumed", case, kind, dtype, tmp_path)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", CASES)
 def test_state_dicts_are_those_of_the_class(case: str) -> None:
     """Both ways: the class goes on from ours, and we go on from a state dict of the class."""
@@ -163,6 +165,7 @@ def scheduled_like(optimizer: torch.optim.Optimizer, reference: Reference) -> An
     return scheduler
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("case", "steps"), [*((c, 10) for c in CASES), ("NAdam", 5), ("ASGD", 5)])
 def test_begins_from_a_checkpoint_of_the_class(case: str, steps: int, tmp_path: Path) -> None:
     """That stock DCP has written, also of a parameter without steps."""
@@ -181,8 +184,7 @@ def test_begins_from_a_checkpoint_of_the_class(case: str, steps: int, tmp_path: 
         optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
         scheduler = scheduled(optimizer)
         optimizer.restore(checkpoint=tmp_path / "stock")
-        shown = optimizer.state_dict()["state"][2]
-        assert shown.get("mu_product", shown.get("mu", 1.0)) == 1.0 or steps == 10
+        assert (2 in optimizer.state_dict()["state"]) == (steps == 10)
         scheduler.load_state_dict(half.scheduler.state_dict())
         _go_on(optimizer, own, scheduler, steps)
         half.go_on(steps, STEPS)

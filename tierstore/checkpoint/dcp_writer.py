@@ -22,6 +22,7 @@ from tierstore.checkpoint.model_contents import Names
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED
 from tierstore.layout.records import record_length
 from tierstore.run import tagged_json
@@ -76,7 +77,10 @@ def checkpoint_metadata(
     add_hyperparameters(
         catalog,
         [
-            ([names[spec.name][0] for spec in specs], tagged_json.decode(saved))
+            (
+                [names[spec.name][0] for spec in specs],
+                {k: v for k, v in tagged_json.decode(saved).items() if k != RULE},
+            )
             for specs, saved in groups
         ],
     )

@@ -13,6 +13,9 @@ MOMENTUM = "momentum_buffer"
 _OTHER_MOMENTUM = {"dampening": "SGD", "centered": "RMSprop"}
 """Key of the groups of rules whose momentum_buffer is not Muon's -> the rule."""
 
+RULE = "rule"
+"""Key of committed groups of ``tierstore.Paged``: the name of the class."""
+
 LR_RATIO = "adamw_lr_ratio"
 """Key of KellerJordan's groups before 2025, which had either convention."""
 
@@ -116,6 +119,9 @@ def refuse_other_rule(saved: Mapping[str, Any], algorithm: str, where: str) -> N
     Raises:
         ValueError: names what speaks against the algorithm.
     """
+    expected = {"adamw": "AdamW", "muon": "Muon"}[algorithm]
+    if saved.get(RULE, expected) != expected:
+        raise ValueError(f"{where} is of {saved[RULE]}, and not of {expected}")
     if algorithm == "adamw":
         why = other_rule(saved)
         if why is not None:

@@ -27,6 +27,7 @@ from tierstore.layout.encodings import (
     StoredTensor,
     encodings_of,
 )
+from tierstore.layout.other_rules import RULE
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -277,6 +278,10 @@ class PagedGroup:
     """Read at every commit and updated in place by restore(). The
     keys "params" and "param_names", which torch.optim keeps in the same dict, are ignored."""
 
+    rule: str | None = None
+    """Name of the rule, which commits then have under RULE: other rules may have the same states
+    and hyperparameters."""
+
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
     """Called by restore(checkpoint=...) with the hyperparameters of the checkpoint, before anything
     is changed; raises ValueError if the optimizer cannot use them."""
@@ -285,9 +290,10 @@ class PagedGroup:
     """The same for restore() and the hyperparameters of the run's last commit."""
 
     def own_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters without the keys "params" and "param_names"."""
+        """Return the hyperparameters without "params" and "param_names", as commits have them."""
         others = ("params", "param_names")
-        return {key: value for key, value in self.hyperparameters.items() if key not in others}
+        own = {key: value for key, value in self.hyperparameters.items() if key not in others}
+        return own if self.rule is None else {**own, RULE: self.rule}
 
 
 def unwrapped_name(name: str, *, without_module: bool) -> str:

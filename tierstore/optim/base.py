@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from tierstore.compiling import not_compiled
 from tierstore.errors import StoreFailedError, TierstoreError
+from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED, PagedGroup, PagedParameter
 from tierstore.optim.attached import AttachedGroups
 from tierstore.optim.modes import without_callers_modes
@@ -175,16 +176,27 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self.check_loaded(group, saved, number)
         # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
-        kept = deepcopy({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+        names = {"params", "param_names", *self.not_loaded(group)}
+        kept = deepcopy({key: value for key, value in saved.items() if key not in names})
         return self.unpacked(kept, group)
 
     def unpacked(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Return hyperparameters with the names of dtypes, as saved, replaced by dtypes."""
-        return dict(saved)
+        return {
+            key: getattr(torch, value.removeprefix("torch."))
+            if isinstance(value, str) and isinstance(group.get(key), torch.dtype)
+            else value
+            for key, value in saved.items()
+        }
 
     def not_loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of a group that restore() does not change."""
+        """Return the entries of a group that neither restore() nor load_state_dict() changes."""
         return {}
+
+    @property
+    def rule(self) -> str | None:
+        """Name of the rule, if groups do not tell it; see ``PagedGroup.rule``."""
+        return None
 
     @property
     def keys(self) -> Collection[str]:
@@ -286,6 +298,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return PagedGroup(
             parameters=[self.paged_parameter(group, n, p, **self._placing) for n, p in named],
             hyperparameters=group,
+            rule=self.rule,
             check=check,
             check_commit=partial(check, is_own=True),
         )
@@ -494,6 +507,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             group.update({**self.unpacked(group, before), **values})
             for name in self.not_loaded(group).keys() - values.keys():
                 del group[name]
+            group.pop(RULE, None)
         # Groups that were attached after the commit come last.
         restored = self.param_groups[: self.store.pages.groups_written]
         states = self.store.committed.states.values()
@@ -504,7 +518,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 group.update({name: values[name] for name in names})
         elif step:
             warn_of_other_values(restored, given, self.keys, is_scheduled=is_scheduled)
-        self._restored_rates = [float(group["lr"]) for group in restored] if step else []
+        rates = [float(group.get("lr", 0.0)) for group in restored]
+        self._restored_rates = rates if step else []
         return step
 
     @not_compiled
@@ -531,6 +546,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             for name in [p.name for p in group.parameters if p.name in scalars]:
                 values = scalars[name].items()
                 shown[name] = {s: _as(kinds.get(s), v) for s, v in values if s != STEPPED}
+        # As in torch.optim, a parameter without a step has no states, unless none has a step: they
+        # are there to be loaded into.
+        counts = {name: of[STEPPED] for name, of in scalars.items() if STEPPED in of}
+        if any(counts.values()):
+            states = {name: of for name, of in states.items() if counts.get(name, 1.0)}
         packed_states, packed_groups = pack(self.param_groups, names, states, shown)
         packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}

@@ -84,7 +84,7 @@ class ClassSteps:
             states = {name: one.to(dtype, copy=True) for name, dtype in kept.states.items()}
             [state] = self._step([_Row("", one, torch.zeros_like(one), states, kept, scalars)])
             found = {name: float(state[name]) for name in kept.kinds}
-            self._advanced[key] = found | ({STEPPED: 1.0} if STEPPED in scalars else {})
+            self._advanced[key] = {**found, STEPPED: 1.0}
         return self._advanced[key]
 
     @without_collections()
@@ -112,6 +112,9 @@ class ClassSteps:
         if not rows:
             return
         joined, apart = _joined(rows) if self._joins else (rows, [])
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._before.get("fused"):  # Its kernels take all tensors in the order of memory.
+            joined, copies = _contiguous(joined)
         for row, state in zip(joined, self._step(joined), strict=True):
             for scalar in row.kept.kinds:
                 value = state[scalar]
@@ -120,11 +123,14 @@ class ClassSteps:
                 if is_known and float(value) != advanced[row.name][scalar]:
                     raise ValueError(
                         f"{type(self._optimizer).__name__} keeps a number {scalar!r} of "
-                        f"{row.name!r} that depends on gradients, so it cannot be in pages"
+                        f"{row.name!r} that depends on more than steps and hyperparameters, so it "
+                        "cannot be in pages"
                     )
             for key, view in row.states.items():
                 if state[key] is not view:  # Created in this step, or replaced.
                     view.copy_(state[key])
+        for master, copy in copies:
+            master.copy_(copy)
         for whole, parts in apart:
             torch.unbind_copy(whole, out=parts)
 
@@ -148,12 +154,15 @@ class ClassSteps:
                     else kind(row.scalars[name])
                     for name, kind in row.kept.kinds.items()
                 }
-                optimizer.state[param] = {**numbers, **row.states}
+                empty = dict.fromkeys(row.kept.empty)
+                optimizer.state[param] = {**empty, **numbers, **row.states}
         optimizer.param_groups = [{**self._before, "params": params}]
-        step_of(optimizer)
-        found = [optimizer.state[param] for param in params]
-        after = values_of(optimizer.param_groups[0])
-        optimizer.state, optimizer.param_groups = defaultdict(dict), []
+        try:
+            step_of(optimizer)
+            found = [optimizer.state[param] for param in params]
+            after = values_of(optimizer.param_groups[0])
+        finally:  # Views and gradients are not kept, also after an error.
+            optimizer.state, optimizer.param_groups = defaultdict(dict), []
         self._require_same(after, found, [row.kept for row in rows])
         return found
 
@@ -169,12 +178,12 @@ class ClassSteps:
                 f"{name} changes hyperparameters by gradients, so it cannot be in pages"
             )
         for state, of in zip(found, kept, strict=True):
-            expected = len(of.states) + len(of.kinds)
-            if len(state) != expected and sum(v is not None for v in state.values()) != expected:
+            expected = len(of.states) + len(of.kinds) + len(of.empty)
+            if len(state) != expected:
                 raise ValueError(
                     f"{name} keeps the states {sorted(state)}, and a small tensor had "
-                    f"{sorted({*of.states, *of.kinds})}: states that depend on the size of a "
-                    "parameter cannot be in pages"
+                    f"{sorted({*of.states, *of.kinds, *of.empty})} in its first steps: states that "
+                    "depend on a size or on the number of steps cannot be in pages"
                 )
 
     def _kept_of(self, tensor: torch.Tensor) -> Kept:
@@ -186,6 +195,17 @@ class ClassSteps:
 
 def _is_stepped(scalars: Scalars) -> bool:
     return scalars.get(STEPPED, scalars.get("step", 1.0)) > 0
+
+
+def _contiguous(
+    rows: Sequence[_Row],
+) -> tuple[list[_Row], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return rows with contiguous tensors, and masters with the copies that are stepped."""
+    found = [
+        row._replace(master=row.master.contiguous(), grad=row.grad.contiguous()) for row in rows
+    ]
+    pairs = zip(rows, found, strict=True)
+    return found, [(own.master, new.master) for own, new in pairs if own.master is not new.master]
 
 
 def _joined(

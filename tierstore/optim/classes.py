@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
+
+from tierstore.layout.other_rules import RULE
+from tierstore.layout.parameters import STEPPED
 
 Class = Callable[..., torch.optim.Optimizer]
 """A class of optimizers, called with params and options."""
@@ -57,10 +61,10 @@ class Kept:
     """Name -> dtype of the states of the parameter's shape, or of its rows."""
     row_states: frozenset[str]
     """Names of the states of rows, of shape (..., 1)."""
+    empty: frozenset[str]
+    """Names of the states that are None."""
     kinds: Mapping[str, torch.dtype | type]
     """Name -> dtype of tensors of shape (), or type, of the scalars."""
-    initial: Mapping[str, float] = field(default_factory=dict)
-    """Values of states and scalars before the first step, if they are not 0."""
 
 
 def require_usable(cls: Any) -> None:
@@ -92,7 +96,10 @@ def require_options(cls: Any, group: Mapping[str, Any]) -> None:
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> None:
-    """Step without the hooks of all optimizers, which are called once in a step of all pages."""
+    """Step without the hooks of all optimizers, which are called once in a step of all pages.
+
+    A step that calls the step of another class calls them there.
+    """
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -102,9 +109,17 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def initial_value(state: str, group: Mapping[str, Any]) -> float:
-    """Return what a class of ``torch.optim`` gives a state or scalar before the first step."""
-    found = next((values[state] for values in _INITIAL.values() if state in values), 0.0)
+def initial_value(state: str, group: Mapping[str, Any], cls: Any = None) -> float:
+    """Return what a class gives a state or scalar before the first step.
+
+    Args:
+        state: its name.
+        group: the hyperparameters.
+        cls: the class; None: whichever of ``torch.optim`` has the state.
+    """
+    bases = _INITIAL.keys() if cls is None else cls.__mro__
+    known = (_INITIAL[base] for base in bases if base in _INITIAL)
+    found = next((values[state] for values in known if state in values), 0.0)
     return float(group.get(found, 0.0) if isinstance(found, str) else found)
 
 
@@ -128,12 +143,28 @@ def kept_by(
     # A state of a tensor without dimensions cannot be told from a scalar.
     [tensor] = _tensors(1, max(ndim, 1), dtype)
     optimizer = cls([{**values_of(group), "params": [tensor]}], **options)
-    step_of(optimizer)
+    own = _own_numbers(optimizer)
+    names = []
+    for _ in range(_STEPS):
+        step_of(optimizer)
+        names.append({*optimizer.state[tensor]})
+    if _own_numbers(optimizer) != own:
+        raise ValueError(
+            f"{_name(cls)} counts in attributes of its own, which no commit has: keep them in the "
+            "state of a parameter, or in the param group"
+        )
+    if any(each != names[0] for each in names):
+        raise ValueError(
+            f"{_name(cls)} creates states after the first step of a parameter: pages are laid out "
+            "before"
+        )
     states: dict[str, torch.dtype] = {}
     kinds: dict[str, torch.dtype | type] = {}
     row_states = set()
     rows = (*tensor.shape[:-1], 1)
     for name, value in optimizer.state[tensor].items():
+        if name == STEPPED:
+            raise ValueError(f"{_name(cls)} keeps a state {name!r}, a name that pages use")
         if isinstance(value, torch.Tensor) and value.shape == ():
             kinds[name] = value.dtype
         elif type(value) in (bool, int, float):
@@ -150,11 +181,13 @@ def kept_by(
                 f"{list(tensor.shape)}: pages have states of the parameter's shape, of its rows, "
                 "and numbers"
             )
-    initial = {
-        name: float(group[value] if isinstance(value, str) else value)
-        for name, value in _INITIAL.get(cls, {}).items()
-    }
-    return Kept(states, frozenset(row_states), kinds, initial)
+    empty = {name for name, value in optimizer.state[tensor].items() if value is None}
+    return Kept(states, frozenset(row_states), frozenset(empty), kinds)
+
+
+def _own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes that are numbers."""
+    return {name: value for name, value in vars(optimizer).items() if _is_number(value)}
 
 
 def require_apart(
@@ -185,14 +218,18 @@ def require_apart(
         is_apart = all(map(torch.equal, together, apart)) and changed.count(changed[0]) == 3
         if not is_apart or numbers.count(numbers[0]) != len(numbers):
             raise ValueError(
-                f"{_name(cls)} steps parameters together, or by numbers that depend on gradients: "
-                f"step {number + 1} of two parameters differs from steps of one at a time. Pages "
-                "hold some of the parameters"
+                f"{_name(cls)} steps parameters together, or by numbers of their gradients or "
+                f"shapes: step {number + 1} of two parameters differs from steps of one at a time. "
+                "Pages hold some of the parameters"
             )
 
 
 def require_same_class(
-    cls: Any, defaults: Mapping[str, Any], saved: Mapping[str, Any], where: str
+    cls: Any,
+    defaults: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    where: str,
+    own: Mapping[str, Any],
 ) -> None:
     """Refuse a saved param group that another class of ``torch.optim`` has written.
 
@@ -201,26 +238,25 @@ def require_same_class(
         defaults: its keys and their defaults.
         saved: the group.
         where: names the group in the error.
+        own: the group of this program, which may have keys of its own.
 
     Raises:
         ValueError: names the key that tells.
     """
-    if not saved.keys() - {"params", "param_names"}:
-        return  # States alone.
-    others = {key for keys in _known_keys().values() for key in keys}
-    for key in sorted((saved.keys() & others) - defaults.keys()):
+    if not saved.keys() - {"params", "param_names"} or saved.get(RULE) == cls.__name__:
+        return  # States alone, or a commit of the class.
+    if RULE in saved or ("algorithm" in saved and "algorithm" not in own):
+        raise ValueError(f"{where} is of {saved.get(RULE, 'muon.Muon')}, and not of {cls.__name__}")
+    for key in sorted((saved.keys() & _known_keys()) - defaults.keys() - own.keys()):
         raise ValueError(f"{where} is not of {cls.__name__}, which has no {key!r}")
     # Keys that releases of torch have added.
     newer = {"maximize", "foreach", "fused", "capturable", "differentiable"}
     newer |= {"decoupled_weight_decay"}
     for key in sorted(defaults.keys() - saved.keys() - newer):
         raise ValueError(f"{where} is not of {cls.__name__}: it has no {key!r}")
-    for key in sorted(saved.keys() - inspect.signature(cls).parameters.keys()):
-        if key in defaults and saved[key] != defaults[key]:
-            raise ValueError(
-                f"{where} is not of {cls.__name__}: {key} is {saved[key]!r}, and not "
-                f"{defaults[key]!r}"
-            )
+    key = "decoupled_weight_decay"  # Of Adam it is an option, of AdamW it is not.
+    if issubclass(cls, torch.optim.AdamW) and not saved.get(key, True):
+        raise ValueError(f"{where} is not of {cls.__name__}: {key} is {saved[key]!r}, and not True")
 
 
 def is_of_torch(saved: Mapping[str, Any]) -> bool:
@@ -229,16 +265,18 @@ def is_of_torch(saved: Mapping[str, Any]) -> bool:
         defaults = _defaults_of(cls)
         if saved.keys() <= defaults.keys() | {"params", "param_names", "initial_lr"}:
             with contextlib.suppress(ValueError):
-                require_same_class(cls, defaults, saved, "")
+                require_same_class(cls, defaults, saved, "", own={})
                 return True
     return False
 
 
-def _known_keys() -> dict[str, set[str]]:
-    """Return the keys of param groups of each class that pages can have."""
-    return {cls.__name__: {*_defaults_of(cls)} for cls in ELEMENTWISE}
+@functools.cache
+def _known_keys() -> frozenset[str]:
+    """Return the keys of param groups of the classes that pages can have."""
+    return frozenset(key for cls in ELEMENTWISE for key in _defaults_of(cls))
 
 
+@functools.cache
 def _defaults_of(cls: Any) -> dict[str, Any]:
     found: dict[str, Any] = cls([torch.zeros((2, 2), dtype=torch.float32, device="cpu")]).defaults
     return found
@@ -271,9 +309,14 @@ def _name(cls: Any) -> str:
     return str(getattr(cls, "__name__", cls))
 
 
-def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what the states of a class depend on: which hyperparameters are 0, None or False."""
-    return tuple((key, _choice(group[key])) for key in sorted(values_of(group)))
+def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...]:
+    """Return what the states of a class depend on: which hyperparameters are 0, None or False.
+
+    Args:
+        group: the param group.
+        keys: those of the class.
+    """
+    return tuple((key, _choice(group.get(key))) for key in keys)
 
 
 def _choice(value: Any) -> Any:
@@ -281,4 +324,4 @@ def _choice(value: Any) -> Any:
         return tuple(map(_choice, value))
     if isinstance(value, torch.Tensor):
         return bool(value.any())
-    return bool(value) if isinstance(value, int | float) else repr(value)
+    return bool(value) if isinstance(value, Real) else repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,11 +12,13 @@ from torch.optim.optimizer import ParamsT
 
 from tierstore.layout.dtensors import is_dtensor
 from tierstore.layout.parameters import STEPPED, PagedParameter, master_dtype
+from tierstore.layout.records import RECORD_DATA_BYTES_MAX
 from tierstore.optim.base import PagedOptimizer
 from tierstore.optim.class_steps import ClassSteps
 from tierstore.optim.classes import (
     ELEMENTWISE,
     Kept,
+    initial_value,
     kept_by,
     require_apart,
     require_options,
@@ -106,11 +109,16 @@ class Paged(PagedOptimizer):
                 f"{self._class.__name__} sees whole parameters, and a rank has a part of {name!r}: "
                 "use DDP. If it steps each element by itself, pass elementwise=True"
             )
+        if not is_cut and math.prod(tensor.shape) * 4 > RECORD_DATA_BYTES_MAX:
+            raise ValueError(
+                f"{name!r} of shape {list(tensor.shape)} takes more than one record of pages, and "
+                f"{self._class.__name__} sees whole parameters: step it by another optimizer"
+            )
         return PagedParameter(
             name=name,
             tensor=tensor,
             states=kept.states,
-            initial={state: kept.initial[state] for state in kept.states if state in kept.initial},
+            initial={state: self._initial(state, group) for state in kept.states},
             row_states=kept.row_states,
             elementwise=is_cut,
             **placing,
@@ -118,19 +126,25 @@ class Paged(PagedOptimizer):
 
     def scalars_of(self, group: Mapping[str, Any]) -> Mapping[str, float]:
         """Return the numbers that the class keeps for a parameter, before the first step."""
-        kept = self._kept_for(group, group["params"][0])
-        found = {name: kept.initial.get(name, 0.0) for name in kept.kinds}
-        return found if "step" in found else {**found, STEPPED: 0.0}
+        kinds = self.kinds_of(group)
+        found = {name: self._initial(name, group) for name in kinds}
+        return {**found, STEPPED: 0.0}
+
+    def _initial(self, name: str, group: Mapping[str, Any]) -> float:
+        of_constructor = ("initial_accumulator_value",)  # Adagrad takes it for all groups.
+        fixed = {key: self.defaults[key] for key in of_constructor if key in self.defaults}
+        return initial_value(name, {**group, **fixed}, self._class)
 
     def kinds_of(self, group: Mapping[str, Any]) -> Mapping[str, torch.dtype | type]:
         """Return the dtypes or types of the scalars that the class keeps."""
-        return self._kept_for(group, group["params"][0]).kinds
+        params = group["params"]
+        return self._kept_for(group, params[0]).kinds if params else {}
 
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the pages of a param group depend on: the states, which options choose."""
         kinds = {(tensor.ndim, tensor.dtype): tensor for tensor in group["params"]}
-        states = {kind: dict(self._kept_for(group, of).states) for kind, of in kinds.items()}
-        return {**super().layout_of(group), "states": states, "fused": group.get("fused")}
+        states = [sorted(self._kept_for(group, of).states) for of in kinds.values()]
+        return {**super().layout_of(group), "fused": group.get("fused"), "states": states}
 
     def check_group(self, group: dict[str, Any], number: int) -> None:
         """Refuse options that pages cannot have."""
@@ -139,8 +153,24 @@ class Paged(PagedOptimizer):
     def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
         """Refuse hyperparameters of another class."""
         where = f"the saved group of the parameters of param group {number}"
-        require_same_class(self._class, self.defaults, saved, where)
+        require_same_class(self._class, self.defaults, saved, where, own=group)
         require_options(self._class, saved)
+        taken = {**group, **self.unpacked(values_of(saved), group), **self.not_loaded(group)}
+        own, others = self.layout_of(group)["states"], self.layout_of(taken)["states"]
+        if own != others:
+            raise ValueError(
+                f"the options of {where} make {self._class.__name__} keep the states {others}, and "
+                f"pages hold {own}: make the optimizer with these options"
+            )
+
+    @property
+    def rule(self) -> str:
+        """Name of the class."""
+        return self._class.__name__
+
+    def not_loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that choose who computes."""
+        return {key: group[key] for key in ("foreach", "fused") if key in group}
 
     def check_resumed(
         self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int
@@ -150,7 +180,7 @@ class Paged(PagedOptimizer):
 
     def _kept_for(self, group: Mapping[str, Any], tensor: torch.Tensor) -> Kept:
         dtype = master_dtype(tensor.dtype)
-        key = (*signature(group), tensor.ndim, dtype)
+        key = (*signature(group, self.defaults), tensor.ndim, dtype)
         if key not in self._kept:
             if not self._is_listed:
                 require_apart(self._class, self._options, group, tensor.ndim)

@@ -18,7 +18,7 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[
         restored: the lr of each group that was restored; groups that were added since come last.
     """
     for number, (group, lr) in enumerate(zip(groups, restored, strict=False)):
-        if float(group["lr"]) != lr:
+        if float(group.get("lr", lr)) != lr:
             warnings.warn(
                 f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
                 f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "

@@ -266,7 +266,8 @@ class ParameterState:
         if self._optimizer.store.pages.needs_other_ranks([self.name]):
             require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
         self._optimizer._attach_groups()
-        return self._optimizer.store.pages.show_states(self.name)
+        shown = self._optimizer.store.pages.show_states(self.name)
+        return {name: value for name, value in shown.items() if name in self._names}
 
     def _unknown(self, state: object) -> KeyError:
         known = ", ".join(map(repr, self._names))

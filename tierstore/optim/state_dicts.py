@@ -27,7 +27,7 @@ def pack(
         states: parameter name -> state name -> tensor.
         scalars: parameter name -> scalar name -> value as the state dict has it.
     """
-    packed_groups = []
+    packed_groups: list[_Group] = []
     packed_states: dict[Any, Any] = {}
     for group, group_names in zip(groups, names, strict=True):
         # Dtypes by name, because torch's state-dict helpers support plain values only.
@@ -38,11 +38,12 @@ def pack(
         }
         if "param_names" in group:
             packed["param_names"] = list(group_names)
-        start = len(packed_states)
+        start = sum(len(group["params"]) for group in packed_groups)
         packed["params"] = list(range(start, start + len(group_names)))
         packed_groups.append(packed)
         for index, name in enumerate(group_names, start):
-            packed_states[index] = {**scalars.get(name, {}), **states[name]}
+            if name in states:
+                packed_states[index] = {**scalars.get(name, {}), **states[name]}
     return packed_states, packed_groups
 
 

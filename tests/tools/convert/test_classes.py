@@ -204,5 +204,5 @@ def test_a_run_of_adam_is_refused_by_muon(tmp_path: Path) -> None:
     convert(tmp_path / "in.pt", tmp_path / "out", to="tierstore")
     with tierstore.TierStore(tmp_path / "out", resume=True) as store:
         optimizer = muon.Muon(one_group(small_net()), store=store)
-        with pytest.raises(ValueError, match="decoupled_weight_decay is not supported"):
+        with pytest.raises(ValueError, match="decoupled_weight_decay=False is not AdamW's"):
             optimizer.restore()

@@ -32,6 +32,7 @@ from tierstore.inspection.slices import Slices
 from tierstore.inspection.verify_checkpoint import verify_checkpoint
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import whole_blocks
+from tierstore.layout.other_rules import RULE
 from tierstore.layout.page_layout import Record
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.run import tagged_json
@@ -302,7 +303,10 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         for spec in specs
         for state, dtype in spec.all_states
     ]
-    hyperparameters = map(tagged_json.decode, first.manifest.hyperparameters)
+    hyperparameters = [
+        {key: value for key, value in tagged_json.decode(saved).items() if key != RULE}
+        for saved in first.manifest.hyperparameters
+    ]
     committed = committed_step([commit.manifest for _, commit, _ in found], rank=0, world_size=1)
     return Contents(
         source="tierstore",
