@@ -78,20 +78,19 @@ def test_the_classes_stand_beside_each_other() -> None:
     assert found["torch.optim.SGD"] < found["torch.optim.Adagrad"] < found["torch.optim.Adam"]
 
 
-def test_time_goes_by_bytes() -> None:
-    """30 bytes of an element are measured for AdamW in bfloat16; SGD has 14."""
+def test_time_is_measured_for_the_class_and_goes_by_bytes() -> None:
+    """22 bytes of an element are measured in bfloat16; momentum adds 8."""
     rates = assumed_rates(None, on_gpu=False)
-    seconds = {"torch.optim.AdamW": 30, "torch.optim.SGD": 14, "torch.optim.RMSprop": 22}
-    numel = model_from_module(module()).parameter_count
-    rate = OptimizerRate("torch", "cpu", "class_elements", (2, 1, numel), "bfloat16", exactly(30.0))
+    numel, name = model_from_module(module()).parameter_count, "torch.optim.RMSprop"
+    rate = OptimizerRate("torch", "cpu", name, (1, 1, numel), "bfloat16", exactly(22.0))
     probed = replace(rates, measured=[rate])
-    for algorithm, expected in seconds.items():
-        time = planned(algorithm, probed).time
-        assert time.lanes["compute"] == pytest.approx(expected), algorithm
+    for options, expected in (({}, 22), ({"momentum": 0.9}, 30)):
+        time = planned(name, probed, **options).time
+        assert time.lanes["compute"] == pytest.approx(expected)
     other = replace(rates, measured=[replace(rate, optimizer="muon", work="muon_elements")])
     text = "memory of the optimizer at 20 GB/s: the probe lacks 'torch'"
-    assert text in planned("torch.optim.SGD", other).rates.assumed
-    assert text not in planned("torch.optim.SGD", probed).rates.assumed
+    assert text in planned(name, other).rates.assumed
+    assert text not in planned(name, probed).rates.assumed
 
 
 @pytest.mark.parametrize(

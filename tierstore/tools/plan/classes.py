@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,14 +16,12 @@ from torch import nn
 
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.parameters import dtype_name, master_dtype
-from tierstore.optim.classes import ELEMENTWISE
+from tierstore.optim.classes import ELEMENTWISE, Class
 from tierstore.optim.paged import Paged
 from tierstore.tools.plan.models import DTYPES
 from tierstore.tools.probe.optimizers import PageWorks, Work
 
-_ELEMENTS = "class_elements"
-"""Name of the only work: a step of (states, rows, columns) elements with so many states each."""
-_SIZES = (1 << 16, 1 << 24)  # One shows what a call takes, the other is more than caches hold.
+_SIZES = (1 << 16, 1 << 22)  # One shows what a call takes, the other is more than caches hold.
 _ROUNDS = 5
 _TEMPORARIES = 3
 """Tensors of a page that a step makes in the dtype of masters: a gradient, and two of the class."""
@@ -35,21 +34,22 @@ class ClassPlan:
     narrower: Sequence[tuple[str, Mapping[str, Any]]] = ()
 
     def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
-        """Measure steps of AdamW in memory, for parameters in float32 and in bfloat16.
+        """Measure steps of each class in memory, for parameters in float32 and in bfloat16.
 
         Yields:
-            The work, and the seconds of each round.
+            The work, whose shape is (states, 1, elements), and the seconds of each round.
         """
-        for dtype in (torch.float32, torch.bfloat16):
-            for numel in _SIZES:
-                parameter = nn.Parameter(torch.zeros(numel, device=device, dtype=dtype))
-                parameter.grad = torch.ones_like(parameter)
-                optimizer = Paged([parameter], torch.optim.AdamW)
-                optimizer.step()  # Creates the states.
-                yield (
-                    (_ELEMENTS, (2, 1, numel), dtype_name(dtype)),
-                    [_seconds(optimizer, device) for _ in range(_ROUNDS)],
-                )
+        kinds = product(self.algorithms, (torch.float32, torch.bfloat16), _SIZES)
+        for algorithm, dtype, numel in kinds:
+            parameter = nn.Parameter(torch.ones(numel, device=device, dtype=dtype))
+            parameter.grad = torch.ones_like(parameter)
+            optimizer = Paged([parameter], _class_of(algorithm))
+            [spec] = [p.spec for group in optimizer.paged_groups() for p in group.parameters]
+            optimizer.step()  # Creates the states.
+            yield (
+                (algorithm, (len(spec.states), 1, numel), dtype_name(dtype)),
+                [_seconds(optimizer, device) for _ in range(_ROUNDS)],
+            )
 
     def problem(self, device: torch.device) -> None:
         """Return None: the classes have the kernels of torch."""
@@ -78,12 +78,11 @@ class ClassPlan:
             ValueError, TypeError: as Paged.
         """
         given = {name: _value(value) for name, value in options.items()}
-        cls = getattr(torch.optim, algorithm.removeprefix("torch.optim."))
         params = [
             (name, nn.Parameter(torch.zeros((), dtype=p.dtype, device="cpu").expand(p.shape)))
             for name, p in model.named_parameters()
         ]
-        return PlannedClass(Paged(params, cls, **given), _call(algorithm, given))
+        return PlannedClass(Paged(params, _class_of(algorithm), **given), algorithm, given)
 
 
 class PlannedClass:
@@ -91,14 +90,17 @@ class PlannedClass:
 
     Args:
         optimizer: the optimizer.
-        call: Python code that makes it.
+        algorithm: the name of its class.
+        options: its arguments.
     """
 
-    def __init__(self, optimizer: Paged, call: str) -> None:
+    def __init__(self, optimizer: Paged, algorithm: str, options: Mapping[str, Any]) -> None:
         self.groups = optimizer.paged_groups()
         """The param groups, as the store would page them."""
-        self.call = call
+        given = "".join(f", {name}={value!r}" for name, value in options.items())
+        self.call = f"tierstore.Paged(model.named_parameters(), {algorithm}, store=store{given})"
         """Python code that makes the optimizer."""
+        self._algorithm = algorithm
 
     def works(
         self, subgroups: Sequence[SharedSubgroup], ranks: Sequence[int], world_size: int
@@ -115,7 +117,9 @@ class PlannedClass:
                     dtype = shard.spec.dtype
                     numels[len(shard.spec.states), dtype_name(dtype)] += stop - start
                     nbytes += master_dtype(dtype).itemsize * (stop - start)
-                works = {(_ELEMENTS, (n, 1, size), d): 1 for (n, d), size in numels.items() if size}
+                works = {
+                    (self._algorithm, (n, 1, size), d): 1 for (n, d), size in numels.items() if size
+                }
                 found[position].append((works, 0, 0))
                 largest = max(largest, nbytes)
         return found, _TEMPORARIES * largest
@@ -128,9 +132,9 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _call(algorithm: str, options: Mapping[str, Any]) -> str:
-    given = "".join(f", {name}={value!r}" for name, value in options.items())
-    return f"tierstore.Paged(model.named_parameters(), {algorithm}, store=store{given})"
+def _class_of(algorithm: str) -> Class:
+    found: Class = getattr(torch.optim, algorithm.removeprefix("torch.optim."))
+    return found
 
 
 def _seconds(optimizer: Paged, device: torch.device) -> float:
