@@ -121,7 +121,7 @@ def test_a_gpu_with_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert code == 0
     for line in (
         "GPU: 1 x a card",
-        "kernels: steps of muon have them",
+        "kernels: steps of muon, torch have them",
         "page-locking: the GPU copies page buffers by itself",
         "bus of GPU 0: 16 of 16 lanes",
     ):
