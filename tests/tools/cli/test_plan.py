@@ -145,6 +145,17 @@ def test_a_probe_gives_rates_memory_and_directories(small: Path, tmp_path: Path)
     assert "'machine.host' is missing" in err or "is not known" in err
 
 
+def test_a_class_of_torch_on_pages(small: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls.py"
+    chosen = ("--algorithm", "torch.optim.SGD", "--set", "momentum=0.9")
+    code, out, _ = call("plan", small, *DRIVES, *chosen, "--emit-config", calls)
+    assert (code, "torch.optim.SGD" in out) == (0, True)
+    lines = calls.read_text().splitlines()
+    assert lines[:3] == ["import tierstore", "import torch", ""]
+    paged = "tierstore.Paged(model.named_parameters(), torch.optim.SGD, store=store, momentum=0.9)"
+    assert lines[-1] == f"optimizer = {paged}"
+
+
 def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> None:
     calls = tmp_path / "calls.py"
     options = ("--store-memory", "1MiB", "--buffers", "3", "--page-bytes", "8KiB")
