@@ -158,35 +158,43 @@ def _check_gradient(
                 f"the function that gives the gradient of {spec.name!r} gives another tensor each "
                 "time: a step calls it several times, so keep the tensor and return it"
             )
+    if type(grad) is not torch.Tensor or is_dtensor(tensor):
+        _check_placement(grad, tensor, spec.name, places)
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
+            "(for an embedding, sparse=False)"
+        )
+    if not places.moves_parameters:
+        return grad
+    held = places.dtype_of(spec.dtype)
+    if torch.promote_types(grad.dtype, held) != held:
+        raise ValueError(
+            f"the gradient of {spec.name!r} is {grad.dtype}, and the store brings gradients to "
+            f"where it steps in {held}: open it with gradient_dtype={grad.dtype}"
+        )
+    return grad
+
+
+def _check_placement(grad: torch.Tensor, tensor: torch.Tensor, name: str, places: Places) -> None:
+    """Check a gradient that is not a plain tensor, or not of one."""
     if not same_placement(grad, tensor):
         raise ValueError(
-            f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
+            f"the gradient of {name!r} is {describe_placement(grad)}, the parameter "
             f"is {describe_placement(tensor)}: redistribute the gradient"
         )
     if is_dtensor(grad):
         own, expected = (local_tensor(of_ranks).shape for of_ranks in (grad, tensor))
         if not same_shape(own, expected):
             raise ValueError(
-                f"the local tensor of the gradient of {spec.name!r} has shape {list(own)} on this "
+                f"the local tensor of the gradient of {name!r} has shape {list(own)} on this "
                 f"rank, that of the parameter {list(expected)}: cut both alike"
             )
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
-            "(for an embedding, sparse=False)"
-        )
     if isinstance(local_tensor(grad), HostGradient) and not places.has_slabs:
         raise ValueError(
-            f"the gradient of {spec.name!r} is in the host memory of another store: call "
+            f"the gradient of {name!r} is in the host memory of another store: call "
             "zero_grad(), or open this store with offload_gradients='backward'"
         )
-    held = places.dtype_of(spec.dtype)
-    if places.moves_parameters and torch.promote_types(grad.dtype, held) != held:
-        raise ValueError(
-            f"the gradient of {spec.name!r} is {grad.dtype}, and the store brings gradients to "
-            f"where it steps in {held}: open it with gradient_dtype={grad.dtype}"
-        )
-    return grad
 
 
 def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
