@@ -61,7 +61,7 @@ class Row:
     cpu_s: float
     """Median seconds of the training thread's processor for a step."""
     cpu_ratio: tuple[float, ...]
-    """To BASE in the same round: quartiles."""
+    """To BASE in the same round: smallest, quartiles and largest."""
     step_s: float
     step_ratio: tuple[float, ...]
 
