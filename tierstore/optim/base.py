@@ -432,7 +432,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._hook_reads()
 
     def _begin_scalars(self, committed: int = 0) -> None:
-        """Give parameters that have no scalars yet those of a new optimizer.
+        """Give parameters that have no scalars yet the scalars of a new optimizer.
 
         Args:
             committed: number of groups with states. Conversions write no STEPPED for them.

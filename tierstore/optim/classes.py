@@ -314,7 +314,7 @@ def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...
 
     Args:
         group: the param group.
-        keys: those of the class.
+        keys: the keys of the class.
     """
     return tuple((key, _choice(group.get(key))) for key in keys)
 

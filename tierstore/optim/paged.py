@@ -39,9 +39,9 @@ class Paged(PagedOptimizer):
         named = model.named_parameters()
         optimizer = tierstore.Paged(named, torch.optim.AdamW, store=store, lr=3e-4)
 
-    Results equal those of the class bit for bit; for parameters of lower precision those of the
-    class over float32 copies, which are their masters. Hyperparameters, param groups, schedulers
-    and state dicts are those of the class.
+    Results have the bits of the class. Parameters of lower precision have float32 masters, and the
+    bits of the class over float32 copies. Hyperparameters, param groups, schedulers and state dicts
+    are as in the class.
 
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``. Names
