@@ -1,7 +1,7 @@
 """Adam of torch on pages beside the class as it is: large parameters, and thousands of small ones.
 
-All contenders have the same bits. Seconds are those of the training thread's processor and of the
-clock. torchao's offload needs a GPU: ``gpu_day.py steps`` has it.
+All contenders have the same bits. Seconds are processor time of the training thread, and
+time of the clock. torchao's offload needs a GPU: ``gpu_day.py steps`` has it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Row:
     fused_ns: float | None
     """With ``torch.optim.AdamW(fused=True)``."""
     fused_ratio: tuple[float, ...] | None
-    """Time of the kernel over that of the fused one."""
+    """Time of the kernel over the time of the fused one."""
 
 
 def measure(rule: str, plan: Plan, device: str) -> Row:

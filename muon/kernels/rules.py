@@ -139,8 +139,8 @@ def adamw_(
 ) -> None:
     """Do one step of AdamW (https://arxiv.org/abs/1711.05101), with one division.
 
-    Each operation is rounded by itself, as IEEE 754 defines it, so that the bits are those of every
-    processor. In the dtype of the master, with g = ``grad``::
+    Each operation is rounded by itself, as IEEE 754 defines it, so that every
+    processor has the same bits. In the dtype of the master, with g = ``grad``::
 
         w = w * (1 - lr * weight_decay)
         m = (beta1 * m) + ((1 - beta1) * g)

@@ -168,7 +168,7 @@ def scheduled_like(optimizer: torch.optim.Optimizer, reference: Reference) -> An
 @pytest.mark.quick(6)
 @pytest.mark.parametrize(("case", "steps"), [*((c, 10) for c in CASES), ("NAdam", 5), ("ASGD", 5)])
 def test_begins_from_a_checkpoint_of_the_class(case: str, steps: int, tmp_path: Path) -> None:
-    """That stock DCP has written, also of a parameter without steps."""
+    """A checkpoint of stock DCP, also with a parameter without steps."""
     cls, options = case_of(case)
     half = Reference(case, torch.float32, last=steps)
     model = Model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
@@ -31,7 +32,7 @@ from tierstore.units import format_bytes
 _NOT_COPIED = ("store", "step", "_attached", "_state")
 
 
-class PagedOptimizer(torch.optim.Optimizer):
+class PagedOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose states are in the pages of a store.
 
     A subclass has the rule: ``paged_parameter()`` says what pages hold, and ``step_pages()`` steps
@@ -95,6 +96,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------ of the rule
 
+    @abstractmethod
     def paged_parameter(
         self, group: Mapping[str, Any], name: str, tensor: torch.Tensor, **placing: Any
     ) -> PagedParameter:
@@ -109,15 +111,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the rule cannot step the parameter.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no paged_parameter()")
 
+    @abstractmethod
     def step_pages(self, pages: SteppedPages) -> None:
         """Step the pages of a sweep, and the scalars of the parameters in ``pages.present``.
 
         Args:
             pages: the sweep, with ``window`` pages valid at once.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no step_pages()")
 
     @property
     def window(self) -> int:

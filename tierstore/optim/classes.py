@@ -1,4 +1,4 @@
-"""What a class of ``torch.optim`` keeps for a parameter, and which classes pages cannot have."""
+"""States and numbers of a class of ``torch.optim``, and the classes that pages cannot have."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _STEPS = 8  # RAdam changes its rule at step 6.
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a class keeps for a parameter of one number of dimensions."""
+    """States and numbers of a class for a parameter of one number of dimensions."""
 
     states: Mapping[str, torch.dtype]
     """Name -> dtype of the states of the parameter's shape, or of its rows."""

@@ -144,7 +144,7 @@ def test_a_run_in_bfloat16(case: str, tmp_path: Path) -> None:
 
 
 def test_a_file_of_muon_of_torch(tmp_path: Path) -> None:
-    """Which has no step count, as SGD has none."""
+    """Muon of torch has no step count, as SGD has none."""
     stock, own = (list(small_net(bias=False).named_parameters()) for _ in range(2))
     optimizer = torch.optim.Muon(stock, lr=0.02)
 
@@ -195,7 +195,7 @@ def test_deepspeed_has_no_such_rule(case: str, tmp_path: Path) -> None:
 
 
 def test_a_run_of_adam_is_refused_by_muon(tmp_path: Path) -> None:
-    """Whose AdamW has the same pages."""
+    """AdamW of Muon has the same pages."""
     model = small_net()
     stock = torch.optim.Adam(list(model.named_parameters()), weight_decay=0.1)
     train(model, stock, range(2))
