@@ -45,6 +45,11 @@ def check_rows(shape: Sequence[int], group: Mapping[str, Any]) -> None:
             )
 
 
+def shape_for(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the averages of a parameter: without elements, it has none."""
+    return (*shape[:-1], min(1, shape[-1]))
+
+
 def rows_of(
     sizes: Sequence[int], part: tierstore.pages.Chunk, averages: torch.Tensor
 ) -> torch.Tensor:

@@ -415,7 +415,7 @@ class Muon(tierstore.PagedOptimizer):
             name=name,
             tensor=tensor,
             states=states,
-            row_states=states.keys() & {normuon.STATE},
+            shapes=dict.fromkeys(states.keys() & {normuon.STATE}, normuon.shape_for(tensor.shape)),
             encodings=encodings_of(tensor, group),
             elementwise=not is_muon,
             unit=unit_of(tensor.shape, declared(group)) if is_muon else None,

@@ -252,7 +252,7 @@ def test_layout(specs: list[ParameterSpec], page_bytes: int) -> None:
         assert_layout_is_sound(layout, subgroup)
         for section in layout.sections:
             for record in section.records:
-                assert layout.records[record.parameter.name, record.chunk][record.state] is record
+                assert layout.records[record.parameter.name, record.chunk][record.state] == [record]
                 own_master = record.dtype == record.parameter.dtype and record.state == "master"
                 assert section.write_only == own_master
             assert section in layout.sections_of(section.state)

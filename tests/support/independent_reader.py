@@ -23,6 +23,7 @@ import xxhash
 
 VERSION = 1
 BLOCK_BYTES = 8 << 20
+RECORD_BYTES_MAX = 2**31 - 8192
 
 ITEM_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
@@ -301,26 +302,53 @@ def decoded(parameter: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
 
 def shape_of(parameter: dict[str, Any], state: str) -> list[int]:
     """Return the shape of a tensor: one of rows has 1 for the last dimension."""
-    shape: list[int] = parameter["shape"]
+    shape: list[int] = parameter.get("shapes", {}).get(state, parameter["shape"])
     shared = shared_columns(parameter, state)
     return shape if shared == 1 else [*shape[:-1], -(-shape[-1] // shared)]
 
 
 def shared_columns(parameter: dict[str, Any], state: str) -> int:
     """Return the number of columns that share an element of a tensor."""
-    if state in parameter.get("row_states", ()):
-        return int(max(1, parameter["shape"][-1]))
     encodings = parameter.get("encodings", {})
     return 256 if encodings.get(state.removesuffix("_scale")) in BLOCK_DTYPES else 1
 
 
 def place_in(parameter: dict[str, Any], state: str, chunk: Chunk) -> Chunk:
     """Return the elements of a state that are with a chunk of the parameter."""
+    if (shape := parameter.get("shapes", {}).get(state)) is not None:
+        places = list(zip(shape, chunk.offsets, chunk.sizes, strict=True))
+        return Chunk(
+            tuple(0 if own == 1 else at for own, at, _ in places),
+            tuple(1 if own == 1 else size for own, _, size in places),
+        )
     shared = shared_columns(parameter, state)
     if shared == 1:
         return chunk
     first, size = chunk.offsets[-1], chunk.sizes[-1]
     return Chunk((*chunk.offsets[:-1], first // shared), (*chunk.sizes[:-1], -(-size // shared)))
+
+
+def records_in(parameter: dict[str, Any], state: str, dtype: str, chunk: Chunk) -> list[Chunk]:
+    """Return the places of the records of a state that are with a chunk of the parameter."""
+    shape = parameter.get("shapes", {}).get(state)
+    if shape is None or lies_along(shape, parameter["shape"]):
+        return [place_in(parameter, state, chunk)]
+    rest = math.prod(shape[1:])
+    rows = RECORD_BYTES_MAX // (rest * ITEM_BYTES[dtype]) if shape else 1
+    require(rows > 0, "a free state with rows that no record holds")
+    if not shape or shape[0] <= rows:
+        return [Chunk((0,) * len(shape), tuple(shape))]
+    none = (0,) * (len(shape) - 1)
+    return [
+        Chunk((first, *none), (min(rows, shape[0] - first), *shape[1:]))
+        for first in range(0, shape[0], rows)
+    ]
+
+
+def lies_along(shape: list[int], parameter: list[int]) -> bool:
+    return len(shape) == len(parameter) and all(
+        own in (1, size) for own, size in zip(shape, parameter, strict=True)
+    )
 
 
 def fill(
@@ -469,8 +497,8 @@ def layout_of(shards: list[Shard]) -> Layout:
             own = state == "master" and parameter["dtype"] == dtype
             section = members.setdefault((state, own), [])
             for chunk in chunks:
-                place = place_in(parameter, state, chunk)
-                section.append((parameter["name"], state, dtype, place))
+                for place in records_in(parameter, state, dtype, chunk):
+                    section.append((parameter["name"], state, dtype, place))
     sections = []
     position = 0
     for (state, _), records in sorted(members.items(), key=lambda item: not item[0][1]):

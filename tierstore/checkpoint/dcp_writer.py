@@ -23,7 +23,7 @@ from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.other_rules import RULE
-from tierstore.layout.parameters import STEPPED
+from tierstore.layout.parameters import EMPTY, STEPPED, state_path
 from tierstore.layout.records import record_length
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit, CommittedPage
@@ -176,7 +176,7 @@ def state_paths(names: Sequence[str], state: str, model_prefix: str) -> list[Pat
     """Return the paths of a state: a master is in the model, under all names of the parameter."""
     if state == MASTER:
         return [model_path(model_prefix, name) for name in names]
-    return [("optimizer", "state", names[0], state)]
+    return [("optimizer", "state", names[0], *state_path(state))]
 
 
 def model_path(model_prefix: str, name: str) -> Path:
@@ -190,11 +190,14 @@ def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: s
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
         if math.prod(spec.shape) == 0:
-            for state, dtype, _ in spec.stored:
-                paths = state_paths(names[spec.name], state, model_prefix)
-                shape = spec.state_shape(state)
-                value = torch.zeros(shape, dtype=dtype, device="cpu")
-                catalog.add_value(paths, value, ("empty", shape, dtype))
+            for tensor in spec.stored:
+                paths = state_paths(names[spec.name], tensor.name, model_prefix)
+                shape = spec.state_shape(tensor.name)
+                value = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
+                catalog.add_value(paths, value, ("empty", shape, tensor.dtype))
+        for state, kind in spec.empty:
+            paths = state_paths(names[spec.name], state, model_prefix)
+            catalog.add_value(paths, EMPTY[kind], ("nothing", kind))
         catalog.add_scalars(names[spec.name][0], scalars.get(spec.name, {}))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
-from tierstore.checkpoint.saved_values import CommittedValues, StockValues
+from tierstore.checkpoint.saved_values import CommittedValues, StockValues, parameter_of
 from tierstore.checkpoint.stored_paths import at_top
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.kinds import kind_of
@@ -26,6 +26,7 @@ from tierstore.layout.encodings import (
     MASTER,
     AnyState,
     EncodedState,
+    JoinedState,
     StoredTensor,
     assign,
     encodings_of,
@@ -157,6 +158,11 @@ class CheckpointSource:
                         chunk = whole_blocks(shard.spec.shape, chunk)
                         source = saved.empty(state, dtype, chunk)
                         decoded.append((target, source, view.chunk.within(chunk)))
+                    if isinstance(source, JoinedState):
+                        [key] = saved.keys.values()
+                        for place, of_record in source.parts:
+                            parts += self._entries.parts(key, place, of_record)
+                        continue
                     tensors = source.stored if isinstance(source, EncodedState) else {state: source}
                     for tensor, key in saved.keys.items():
                         place = tensor.chunk(chunk)
@@ -179,7 +185,7 @@ class CheckpointSource:
         """Return the names of all parameters that the checkpoint has with a state."""
         prefix = "optimizer.state."
         of_states = [key for key in self._entries.keys if key.startswith(prefix)]
-        names = {key.removeprefix(prefix).rpartition(".")[0] for key in of_states}
+        names = {parameter_of(key, self._entries.path_of(key)) for key in of_states}
         return {n for n in names if any(map(self._entries.tensor, self._master_keys(n)))}
 
     def _master_keys(self, name: str) -> list[str]:
@@ -197,8 +203,7 @@ class CheckpointSource:
             }
             if all(one and one.properties.dtype == tensor.dtype for tensor, one in found.items()):
                 return _Saved(encoding, {tensor: self._key(spec, tensor) for tensor in stored})
-        columns = None if state in spec.row_states else 1
-        tensor = StoredTensor(state, dict(spec.all_states)[state], columns)
+        tensor = spec.values_of(state, dict(spec.all_states)[state])
         key = self._key(spec, tensor)
         saved = self._entries.tensor(key)
         assert saved is not None

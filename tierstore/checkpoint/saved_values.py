@@ -194,7 +194,7 @@ class StockValues:
         """The names of parameters with states."""
         prefix = "optimizer.state."
         keys = (key for key in self._entries.keys if key.startswith(prefix))
-        return {key.removeprefix(prefix).rpartition(".")[0] for key in keys}
+        return {parameter_of(key, self._entries.path_of(key)) for key in keys}
 
     @cached_property
     def _paths(self) -> dict[EntryPath, str]:
@@ -238,6 +238,18 @@ class StockValues:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def parameter_of(key: str, path: EntryPath) -> str:
+    """Return the name of the parameter of a state, which may be in a list or dict.
+
+    Args:
+        key: "optimizer.state." with the name and the state.
+        path: of the key.
+    """
+    if path[:2] == ("optimizer", "state") and len(path) > 3:
+        return str(path[2])
+    return key.removeprefix("optimizer.state.").rpartition(".")[0]
 
 
 def as_number(value: Any) -> float | None:

@@ -41,24 +41,57 @@ class StoredTensor(NamedTuple):
     name: str
     """Name of the state, unless the state is encoded."""
     dtype: torch.dtype
-    columns: int | None = 1
-    """Columns of the parameter that share one element; None: all columns of a row."""
+    columns: int = 1
+    """Columns of the parameter that share one element."""
+    shape: tuple[int, ...] | None = None
+    """Shape of the state, if the parameter has another."""
+    is_free: bool = False
+    """True if the state does not lie along the parameter; see PagedParameter.shapes."""
 
     def chunk(self, chunk: Chunk) -> Chunk:
         """Return the elements that belong to a chunk of the parameter, which cuts no block.
 
-        Those of a row belong to every chunk that has an element of the row: chunks that cut rows
-        have copies of them.
+        An element of a state along the parameter belongs to every chunk that has a part of what it
+        is for, such as a row: these chunks have copies of it. A free state belongs to all of the
+        parameter.
         """
+        if self.is_free:
+            assert self.shape is not None
+            return Chunk((0,) * len(self.shape), self.shape)
+        if self.shape is not None:
+            places = list(zip(self.shape, chunk.offsets, chunk.sizes, strict=True))
+            return Chunk(
+                tuple(0 if own == 1 else offset for own, offset, _ in places),
+                tuple(1 if own == 1 else size for own, _, size in places),
+            )
         if self.columns == 1:
             return chunk
         first, size = chunk.offsets[-1], chunk.sizes[-1]
-        if self.columns is None:
-            first, size = 0, min(1, size)
-        else:
-            assert first % self.columns == 0
-            first, size = first // self.columns, -(-size // self.columns)
+        assert first % self.columns == 0
+        first, size = first // self.columns, -(-size // self.columns)
         return Chunk((*chunk.offsets[:-1], first), (*chunk.sizes[:-1], size))
+
+    def is_copy(self, chunk: Chunk) -> bool:
+        """Return whether an earlier chunk of the parameter has the same elements."""
+        if self.shape is None or self.is_free:
+            return False
+        return any(own == 1 and at > 0 for own, at in zip(self.shape, chunk.offsets, strict=True))
+
+    def numel_of(self, numel: int, shape: Sequence[int]) -> int:
+        """Return about how many elements go with consecutive elements of a parameter.
+
+        Args:
+            numel: number of elements of the parameter.
+            shape: its shape.
+        """
+        if self.shape is None:
+            columns = max(1, math.prod(shape[-1:]))
+            return min(numel, -(-numel // columns) * -(-columns // self.columns))
+        whole = math.prod(self.shape)
+        if self.is_free:
+            return whole
+        kept = max((d for d, own in enumerate(self.shape) if own > 1), default=-1)
+        return min(-(-numel // max(1, math.prod(shape[kept + 1 :]))), whole)
 
 
 class EncodedState(ABC):
@@ -102,7 +135,40 @@ class EncodedState(ABC):
         """Encode zeros; of a master, the parameter."""
 
 
-AnyState: TypeAlias = torch.Tensor | EncodedState
+class JoinedState:
+    """A free state that takes several records.
+
+    Args:
+        parts: the place of each record in the state, and its tensor.
+        shape: of the state.
+    """
+
+    __slots__ = ("parts", "shape")
+
+    def __init__(self, parts: Sequence[tuple[Chunk, torch.Tensor]], shape: Sequence[int]) -> None:
+        self.parts = parts
+        self.shape = torch.Size(shape)
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of the state."""
+        _, first = self.parts[0]
+        whole = torch.empty(self.shape, dtype=first.dtype, device=first.device)
+        for chunk, part in self.parts:
+            chunk.select(whole).copy_(part)
+        return whole
+
+    def write(self, values: torch.Tensor) -> None:
+        """Set the state, from values of any dtype and device."""
+        for chunk, part in self.parts:
+            part.copy_(chunk.select(values))
+
+    def zero_(self) -> None:
+        """Set all elements to 0."""
+        for _, part in self.parts:
+            part.zero_()
+
+
+AnyState: TypeAlias = torch.Tensor | EncodedState | JoinedState
 
 
 class Encoding(ABC):
@@ -397,13 +463,13 @@ def whole_blocks(shape: Sequence[int], chunk: Chunk) -> Chunk:
 
 
 def values_of(state: AnyState) -> torch.Tensor:
-    """Return the values of a state: the tensor itself, unless it is encoded."""
-    return state.read() if isinstance(state, EncodedState) else state
+    """Return the values of a state: the tensor itself, if it is one."""
+    return state if isinstance(state, torch.Tensor) else state.read()
 
 
 def assign(state: AnyState, values: torch.Tensor) -> None:
     """Set the values of a state, from values of any dtype and device."""
-    if not isinstance(state, EncodedState):
+    if isinstance(state, torch.Tensor):
         state.copy_(values)
-        return
-    state.write(values.to(torch.float32))
+    else:
+        state.write(values.to(torch.float32) if isinstance(state, EncodedState) else values)

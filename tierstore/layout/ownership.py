@@ -201,7 +201,7 @@ def _elements(parameter: SharedParameter) -> Elements:
     most = max(numels)
     rank = holding.ranks[numels.index(most)]
     unit = spec.unit if _has_whole_units(parameter) else None
-    local = replace(spec, shape=holding.local_shape(spec.shape, rank), unit=unit)
+    local = replace(spec.rectangle(holding.local_shape(spec.shape, rank)), unit=unit)
     return Elements(parameter=local, numel=most)
 
 
@@ -317,8 +317,7 @@ def _parts(
         first, last = max(start, begin), min(stop, end)
         if first < last:
             sizes = chunk.whole.sizes
-            rectangle = spec if sizes == spec.shape else replace(spec, shape=sizes)
-            for part in record_chunks(rectangle, first - begin, last - begin):
+            for part in record_chunks(spec.rectangle(sizes), first - begin, last - begin):
                 if part.sizes == sizes:
                     yield chunk
                     continue

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.encodings import MASTER
+from tierstore.layout.encodings import MASTER, JoinedState, StoredTensor
 from tierstore.layout.parameters import ParameterSpec, dtype_name
 from tierstore.layout.records import (
     RECORD_PREFIX_BYTES,
@@ -30,7 +30,7 @@ from tierstore.layout.records import (
     record_prefix,
     record_trailer,
 )
-from tierstore.layout.subgroups import Subgroup
+from tierstore.layout.subgroups import Subgroup, record_places
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
 BLOCK_BYTES = 8 * 2**20
@@ -85,7 +85,7 @@ class RecordViews(NamedTuple):
 
     master: torch.Tensor
     """The record MASTER: the master, or the parameter."""
-    states: Mapping[str, torch.Tensor]
+    states: Mapping[str, torch.Tensor | JoinedState]
     """Name of any other stored tensor -> tensor."""
 
 
@@ -115,8 +115,9 @@ class PageLayout:
     subgroup: Subgroup
     sections: tuple[Section, ...]
     nbytes: int
-    records: Mapping[tuple[str, Chunk], Mapping[str, Record]] = field(repr=False)
-    """(parameter name, chunk) -> state name -> its record, in the order of the subgroup."""
+    records: Mapping[tuple[str, Chunk], Mapping[str, Sequence[Record]]] = field(repr=False)
+    """(parameter name, chunk) -> state name -> its records, in the order of the subgroup. A free
+    state may have several."""
     blocks: tuple[Extent, ...] = field(repr=False)
     """All blocks, in the order in which a commit lists their checksums."""
     digest: str
@@ -164,8 +165,15 @@ class PageLayout:
         }
         found = []
         for records in self.records.values():
-            tensors = {state: r.of_elements(elements[r.dtype]) for state, r in records.items()}
-            found.append(RecordViews(tensors.pop(MASTER), tensors))
+            states: dict[str, torch.Tensor | JoinedState] = {
+                state: first.of_elements(elements[first.dtype])
+                if not more
+                else _joined(state, (first, *more), elements[first.dtype])
+                for state, (first, *more) in records.items()
+            }
+            master = states.pop(MASTER)
+            assert isinstance(master, torch.Tensor)
+            found.append(RecordViews(master, states))
         return found
 
     def stamp(self, buffer: torch.Tensor, sections: Iterable[Section]) -> None:
@@ -189,18 +197,23 @@ class PageLayout:
             page[position : section.extent.offset + section.extent.nbytes] = 0
 
 
+def _joined(state: str, records: Sequence[Record], elements: torch.Tensor) -> JoinedState:
+    parts = [(record.chunk, record.of_elements(elements)) for record in records]
+    return JoinedState(parts, records[0].parameter.state_shape(state))
+
+
 def lay_out(subgroup: Subgroup) -> PageLayout:
     """Return the layout of the page of a subgroup. It depends on the subgroup alone."""
-    states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
+    states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, StoredTensor]]] = {}
     for shard in subgroup.shards:
         # Without chunks, another rank owns the shard.
-        for state, dtype, _ in shard.parameter.stored if shard.chunks else ():
-            write_only = state == MASTER and shard.parameter.stores_parameter
-            members = states.setdefault((state, write_only), [])
-            members += [(shard.parameter, chunk, dtype) for chunk in shard.chunks]
+        for tensor in shard.parameter.stored if shard.chunks else ():
+            write_only = tensor.name == MASTER and shard.parameter.stores_parameter
+            members = states.setdefault((tensor.name, write_only), [])
+            members += [(shard.parameter, chunk, tensor) for chunk in shard.chunks]
 
     sections = []
-    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {
+    by_chunk: dict[tuple[str, Chunk], dict[str, list[Record]]] = {
         (shard.parameter.name, chunk): {} for shard in subgroup.shards for chunk in shard.chunks
     }
     position = 0
@@ -208,11 +221,13 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
     for (state, write_only), members in write_only_first:
         start = position
         records = []
-        for parameter, chunk, dtype in members:
-            place, is_copy = parameter.state_chunk(state, chunk), parameter.is_copy(state, chunk)
-            records.append(Record(parameter, place, state, dtype, position, is_copy))
-            by_chunk[parameter.name, chunk][state] = records[-1]
-            position += record_nbytes(place.sizes, dtype)
+        for parameter, chunk, tensor in members:
+            of_chunk = by_chunk[parameter.name, chunk][state] = []
+            for place in record_places(tensor, chunk):
+                is_copy = tensor.is_copy(chunk)
+                of_chunk.append(Record(parameter, place, state, tensor.dtype, position, is_copy))
+                position += record_nbytes(place.sizes, tensor.dtype)
+            records += of_chunk
         position = align_up(position, SECTOR_BYTES)
         sections.append(Section(state, write_only, Extent(start, position - start), tuple(records)))
 

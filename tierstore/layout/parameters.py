@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,19 @@ from tierstore.layout.encodings import (
     encodings_of,
 )
 from tierstore.layout.other_rules import RULE
-from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
+from tierstore.layout.records import (
+    RECORD_DATA_BYTES_MAX,
+    RECORD_DIMENSIONS_MAX,
+    RECORD_DTYPES,
+)
 
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 STEPPED = "stepped"
 """Scalar of rules without a step count: 1.0 for a parameter that has states, before it 0.0."""
+
+EMPTY: Mapping[str, Any] = {"none": None, "list": []}
+"""Kinds of parts of a state that have nothing."""
 
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -59,11 +66,12 @@ class ParameterSpec:
     unit: int | None = None
     """Rows of the first dimension that stay together in one page; None: all, unless
     ``elementwise``."""
-    row_states: tuple[str, ...] = ()
-    """Names of the states with one element for each index of all dimensions but the last; the
-    others have the parameter's shape."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Name and shape of each state that has another shape than the parameter."""
     encodings: tuple[tuple[str, str], ...] = ()
     """Name and encoding of each state that is encoded in pages."""
+    empty: tuple[tuple[str, str], ...] = ()
+    """Name and kind, of EMPTY, of each part of the state that has nothing."""
 
     @property
     def owns_master(self) -> bool:
@@ -82,11 +90,16 @@ class ParameterSpec:
         for state, dtype in self.all_states:
             encoding = self.encoding(state)
             if encoding is None:
-                columns = None if state in self.row_states else 1
-                found.append(StoredTensor(state, dtype, columns))
+                found.append(self.values_of(state, dtype))
             else:
                 found += encoding.stored(state)
         return found
+
+    def values_of(self, state: str, dtype: torch.dtype) -> StoredTensor:
+        """Return the tensor that pages keep of a state that is not encoded."""
+        shape = dict(self.shapes).get(state)
+        is_free = shape is not None and not _lies_along(shape, self.shape)
+        return StoredTensor(state, dtype, shape=shape, is_free=is_free)
 
     @functools.cached_property
     def _by_name(self) -> Mapping[str, StoredTensor]:
@@ -100,7 +113,12 @@ class ParameterSpec:
     @property
     def column_block(self) -> int:
         """Columns that stay together where a row is cut, from multiples of this number on."""
-        return max(tensor.columns or 1 for tensor in self.stored)
+        return max(tensor.columns for tensor in self.stored)
+
+    @property
+    def free_states(self) -> list[str]:
+        """Names of the states that do not lie along the parameter, which stays whole for them."""
+        return [tensor.name for tensor in self.stored if tensor.is_free]
 
     def encoding(self, state: str) -> Encoding | None:
         """Return the encoding of a state; None if pages keep its values."""
@@ -109,11 +127,8 @@ class ParameterSpec:
 
     def bytes_of(self, numel: int) -> int:
         """Return about the bytes that consecutive elements have in pages."""
-        columns = max(1, math.prod(self.shape[-1:]))
-        rows = -(-numel // columns)
         return sum(
-            min(numel, rows * (1 if shared is None else -(-columns // shared))) * dtype.itemsize
-            for _, dtype, shared in self.stored
+            tensor.numel_of(numel, self.shape) * tensor.dtype.itemsize for tensor in self.stored
         )
 
     @property
@@ -125,10 +140,7 @@ class ParameterSpec:
         )
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a state or stored tensor: that of the parameter, but for columns.
-
-        Without elements of the parameter there are none of a row state, either.
-        """
+        """Return the shape of a state or stored tensor."""
         return self.state_chunk(name, Chunk((0,) * len(self.shape), self.shape)).sizes
 
     def state_chunk(self, name: str, chunk: Chunk) -> Chunk:
@@ -142,7 +154,18 @@ class ParameterSpec:
     def is_copy(self, name: str, chunk: Chunk) -> bool:
         """Return whether another chunk has the first copy of these elements."""
         tensor = self._by_name.get(name)
-        return tensor is not None and tensor.columns is None and chunk.offsets[-1] > 0
+        return tensor is not None and tensor.is_copy(chunk)
+
+    def rectangle(self, shape: tuple[int, ...]) -> ParameterSpec:
+        """Return the spec of a rectangle of the parameter."""
+        if shape == self.shape:
+            return self
+        assert not self.free_states
+        shapes = tuple(
+            (state, tuple(1 if own == 1 else size for own, size in zip(of, shape, strict=True)))
+            for state, of in self.shapes
+        )
+        return replace(self, shape=shape, shapes=shapes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""
@@ -153,28 +176,35 @@ class ParameterSpec:
             "states": {name: dtype_name(dtype) for name, dtype in self.states},
             "elementwise": self.elementwise,
             **({} if self.unit is None else {"unit": self.unit}),
-            **({"row_states": list(self.row_states)} if self.row_states else {}),
+            **({"shapes": dict(self.shapes)} if self.shapes else {}),
             **({"encodings": dict(self.encodings)} if self.encodings else {}),
+            **({"empty": dict(self.empty)} if self.empty else {}),
         }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ParameterSpec:
         """Rebuild a spec from to_json()."""
+        shape = tuple(fields["shape"])
+        # Earlier layouts name the states with an element for each row.
+        shapes = dict.fromkeys(fields.get("row_states", ()), (*shape[:-1], 1))
+        shapes |= {state: tuple(sizes) for state, sizes in fields.get("shapes", {}).items()}
         return cls(
             name=fields["name"],
-            shape=tuple(fields["shape"]),
+            shape=shape,
             dtype=_dtype_of(fields["dtype"]),
             states=tuple((name, _dtype_of(dtype)) for name, dtype in fields["states"].items()),
             elementwise=fields["elementwise"],
             unit=fields.get("unit"),
-            row_states=tuple(fields.get("row_states", ())),
+            shapes=_others(shapes, shape),
             encodings=tuple(fields.get("encodings", {}).items()),
+            empty=tuple(fields.get("empty", {}).items()),
         )
 
     def describe(self) -> str:
         """Return the spec as text for messages."""
+        shapes = dict(self.shapes)
         states = ", ".join(
-            f"{name} {dtype_name(dtype)}{' of rows' if name in self.row_states else ''}"
+            f"{name} {dtype_name(dtype)}{f' {list(shapes[name])}' if name in shapes else ''}"
             for name, dtype in self.states
         )
         encoded = "".join(f", {state} encoded as {name!r}" for state, name in self.encodings)
@@ -202,10 +232,15 @@ class PagedParameter:
     initial: Mapping[str, float] = field(default_factory=dict)
     """Value of the elements of a state before the first step, if it is not 0."""
 
-    row_states: Collection[str] = ()
-    """Names of the states that have one element for each row, of shape (..., 1): the parameter's
-    with 1 for the last dimension. The other states have the parameter's shape. Chunks that cut a
-    row have copies of its element, which the optimizer keeps equal."""
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Name -> shape of the states that have another shape than the parameter. A state *along* the
+    parameter has 1 in the place of some of its sizes: (rows, 1) is a number for each row. Chunks
+    that share its elements have copies, which the optimizer keeps equal. A state of any other
+    shape, as (rows, rows), is *free*: its parameter stays whole, and one rank owns it."""
+
+    empty: Mapping[str, str] = field(default_factory=dict)
+    """Name -> kind, of EMPTY, of the parts of the state that have nothing, which checkpoints and
+    state dicts have as well."""
 
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Name of a state -> its form in pages, if that is not its values. For "master" of a bfloat16
@@ -263,8 +298,9 @@ class PagedParameter:
             states=tuple(self.states.items()),
             elementwise=self.elementwise,
             unit=self.unit,
-            row_states=tuple(state for state in self.states if state in self.row_states),
+            shapes=_others(self.shapes, tuple(self.tensor.shape)),
             encodings=tuple(self.encodings.items()),
+            empty=tuple(self.empty.items()),
         )
 
 
@@ -339,6 +375,27 @@ def refuse_codes(what: str, dtype: torch.dtype, expected: torch.dtype | None = N
         )
 
 
+def state_path(state: str) -> tuple[str | int, ...]:
+    """Return the place of a state in the nested dicts and lists of an optimizer.
+
+    Example: "GG.0" is the first of the list "GG".
+    """
+    return tuple(int(part) if part.isdigit() else part for part in state.split("."))
+
+
+def _others(
+    shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the shapes that differ from the shape of the parameter."""
+    return tuple((state, tuple(of)) for state, of in shapes.items() if tuple(of) != shape)
+
+
+def _lies_along(shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Return whether a state of a shape has, in each dimension, the parameter's size or 1."""
+    pairs = zip(shape, parameter, strict=False)
+    return len(shape) == len(parameter) and all(own in (1, size) for own, size in pairs)
+
+
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
     """Check that tensors are states of the parameter: known names, shapes and placements.
 
@@ -366,8 +423,11 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
                 f"{describe_placement(placed)}: give all of it, or redistribute it"
             )
         # Without elements a local tensor may have fewer dimensions.
-        sizes = zip(local_tensor(parameter.tensor).shape, tensor.shape, spec.shape, strict=False)
+        own = tuple(local_tensor(parameter.tensor).shape)
+        sizes = zip(own, tensor.shape, spec.shape, strict=False)
         part = [size if whole == full else whole for size, whole, full in sizes]
+        if state in spec.free_states:
+            part = [*tensor.shape]
         if not same_shape(local_tensor(tensor).shape, part):
             raise ValueError(
                 f"the local tensor of state {state!r} of {spec.name!r} has shape "
@@ -401,17 +461,27 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
     if tensor.device.type not in ("cpu", "cuda"):
         yield f"is on {tensor.device}; only cpu and cuda devices are supported"
     for state, dtype in parameter.states.items():
-        if state == MASTER or not state.isidentifier():
-            yield f"has a state named {state!r}; must be an identifier other than {MASTER!r}"
+        if state == MASTER or not _is_name(state):
+            yield (
+                f"has a state named {state!r}; must be an identifier other than {MASTER!r}, with "
+                "names and positions in it after dots"
+            )
         if dtype not in RECORD_DTYPES:
             yield f"has a state {state!r}, which cannot have dtype {dtype_name(dtype)}"
-    if isinstance(parameter.row_states, str):
-        yield f"has row_states {parameter.row_states!r}, must be a collection of names"
-    for state in parameter.row_states:
+    for state, kind in parameter.empty.items():
+        if not _is_name(state) or kind not in EMPTY:
+            yield f"has {kind!r} for the empty part {state!r}; it can be: {', '.join(EMPTY)}"
+    for state, shape in parameter.shapes.items():
         if state not in parameter.states:
-            yield f"has no state {state!r}, which is among its row_states"
-        if not tensor.ndim:
-            yield f"has no dimensions, and so no rows for the state {state!r}"
+            yield f"has no state {state!r}, and a shape for it"
+        elif any(type(size) is not int or size < 0 for size in shape):
+            yield f"has {shape!r} for the shape of {state!r}, must be sizes"
+        elif len(shape) > RECORD_DIMENSIONS_MAX:
+            yield f"has {len(shape)} dimensions in {state!r}, of at most {RECORD_DIMENSIONS_MAX}"
+        elif math.prod(shape) and not tensor.numel():
+            yield f"has no elements, and so no page for {state!r} of shape {list(shape)}"
+        elif not _lies_along(shape, tensor.shape):
+            yield from _problems_of_free(parameter, state, shape)
     if not isinstance(parameter.encodings, Mapping):
         yield f"has encodings {parameter.encodings!r}, must be a mapping of states to names"
     for state, encoding in parameter.encodings.items():
@@ -420,7 +490,7 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has {encoding!r} for the encoding of {state!r}; it can have: {names}"
         elif state != MASTER and (
             parameter.states.get(state) != torch.float32
-            or state in parameter.row_states
+            or tuple(parameter.shapes.get(state, tensor.shape)) != tuple(tensor.shape)
             or not tensor.ndim
         ):
             yield f"has {encoding!r} for {state!r}, which must be a float32 state of its shape"
@@ -432,6 +502,25 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
         stored = [tensor_.name for tensor_ in parameter.spec.stored]
         for name in {name for name in stored if stored.count(name) > 1}:
             yield f"has a state {name!r}, which is the name of a tensor of an encoded state"
+
+
+def _problems_of_free(parameter: PagedParameter, state: str, shape: Sequence[int]) -> Iterator[str]:
+    """Yield why a parameter cannot have a free state."""
+    what = f"has a state {state!r} of shape {list(shape)}"
+    numel = math.prod(parameter.tensor.shape)
+    if parameter.elementwise or parameter.unit is not None or parameter.partition == "flat":
+        yield f"{what}, for which it must stay whole, on one rank: it is cut here"
+    if not math.prod(shape):
+        yield f"{what}, which has no elements"
+    widest = max(dtype.itemsize for dtype in (torch.float32, *parameter.states.values()))
+    if numel * max(widest, parameter.tensor.itemsize) > RECORD_DATA_BYTES_MAX:
+        yield f"{what}, and more elements than one record of pages has"
+
+
+def _is_name(state: str) -> bool:
+    """Return whether a name is an identifier, perhaps with parts after dots."""
+    first, *parts = state.split(".")
+    return first.isidentifier() and all(part.isidentifier() or part.isdigit() for part in parts)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tierstore.layout.chunks import Chunk, flat_range_chunks
+from tierstore.layout.encodings import StoredTensor
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
 from tierstore.layout.sharding import on_grid
@@ -145,21 +146,45 @@ def uncut_nbytes(shard: ParameterShard) -> int:
 def _record_bytes(parameter: ParameterSpec, chunk: Chunk) -> int:
     """Return the number of bytes that the records of a chunk take."""
     return sum(
-        record_nbytes(parameter.state_chunk(state, chunk).sizes, dtype)
-        for state, dtype, _ in parameter.stored
+        record_nbytes(place.sizes, tensor.dtype)
+        for tensor in parameter.stored
+        for place in record_places(tensor, chunk)
     )
+
+
+def record_places(tensor: StoredTensor, chunk: Chunk) -> list[Chunk]:
+    """Return the places of the records that a stored tensor has for a chunk of the parameter."""
+    if tensor.is_free:
+        assert tensor.shape is not None
+        return list(_cut(tensor.shape, 0, math.prod(tensor.shape), tensor.dtype.itemsize))
+    return [tensor.chunk(chunk)]  # The chunk is small enough for one record of it.
 
 
 def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the chunks of a flat range, each small enough for one record of every state."""
     itemsize = max(tensor.dtype.itemsize for tensor in parameter.stored)
+    yield from _cut(parameter.shape, start, stop, itemsize, parameter.column_block)
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int, itemsize: int, columns: int = 1
+) -> Iterator[Chunk]:
+    """Yield the chunks of a flat range of a tensor, each small enough for one record.
+
+    Args:
+        shape: of the tensor.
+        start: first element of the range.
+        stop: end of the range.
+        itemsize: bytes of an element.
+        columns: rows are cut at multiples of this number.
+    """
     numel_max = RECORD_DATA_BYTES_MAX // itemsize
-    row_numel = math.prod(parameter.shape[1:])
+    row_numel = math.prod(shape[1:])
     if numel_max > row_numel:
         numel_max -= numel_max % row_numel
     while start < stop:
         end = min(start + numel_max, stop)
         if end < stop:
-            end = on_grid(parameter.shape, end, parameter.column_block)
-        yield from flat_range_chunks(parameter.shape, start, end)
+            end = on_grid(shape, end, columns)
+        yield from flat_range_chunks(shape, start, end)
         start = end

@@ -119,7 +119,7 @@ class Paged(PagedOptimizer):
             tensor=tensor,
             states=kept.states,
             initial={state: self._initial(state, group) for state in kept.states},
-            row_states=kept.row_states,
+            shapes=dict.fromkeys(kept.row_states, (*tensor.shape[:-1], 1)),
             elementwise=is_cut,
             **placing,
         )

@@ -194,14 +194,28 @@ def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks
                     "placements and the shapes on all ranks: parts must follow each other as the "
                     "ranks of the mesh do"
                 )
-        has_rows = math.prod(spec.shape) > 0 and 0 not in found[:-1]
-        if spec.row_states and has_rows and found[-1] == 0:
-            raise ValueError(
-                f"this rank has rows of it without an element, and {spec.row_states[0]!r} has an "
-                f"element for each row: cut its last dimension over {spec.shape[-1]} ranks or fewer"
-            )
+        if math.prod(spec.shape) > 0:
+            _check_states(spec, found)
         if spec.column_block > 1:
             _require_whole_blocks(spec, holding, ranks.rank)
+
+
+def _check_states(spec: ParameterSpec, found: Sequence[int]) -> None:
+    """Check that this rank can have its part of states with other shapes than the parameter."""
+    for state, shape in spec.shapes:
+        if state in spec.free_states:
+            if tuple(found) != spec.shape:
+                raise ValueError(
+                    f"a rank has a part of it, and its state {state!r} of shape {list(shape)} "
+                    "needs all of it: use DDP"
+                )
+            continue
+        kept = [size for size, own in zip(found, shape, strict=True) if own != 1]
+        if 0 in found and 0 not in kept:
+            raise ValueError(
+                f"this rank has rows or columns of it without an element, and {state!r} has an "
+                "element for each: cut the parameter over fewer ranks"
+            )
 
 
 def _require_whole_blocks(spec: ParameterSpec, holding: Holding, rank: int) -> None:

@@ -110,7 +110,7 @@ def slabs_bytes(
     def slab_bytes(layout: PageLayout) -> int:
         nbytes = 0
         for (_, chunk), records in layout.records.items():
-            dtype = records[MASTER].parameter.dtype
+            dtype = records[MASTER][0].parameter.dtype
             sizes = [(gradient_dtype or dtype).itemsize, dtype.itemsize * moves_parameters]
             nbytes += sum(align_up(chunk.numel * size, _ALIGNMENT) for size in sizes)
         return align_up(nbytes, SECTOR_BYTES)

@@ -22,6 +22,7 @@ from tierstore.layout.encodings import (
     AnyState,
     EncodedState,
     SplitMaster,
+    assign,
 )
 from tierstore.layout.page_layout import PageLayout, RecordViews
 from tierstore.layout.parameters import PagedParameter, ParameterSpec
@@ -173,8 +174,8 @@ class ChunkView:
     chunk: Chunk
     """Offsets and sizes within the parameter."""
     states: Mapping[str, Any]
-    """State name -> tensor of the state's dtype: shape ``chunk.sizes``, of a row state (..., 1); or
-    an EncodedState."""
+    """State name -> tensor of the state's dtype, of shape ``chunk.sizes`` unless the state has
+    another shape; or an EncodedState or JoinedState."""
     _master: Any
     _note: Callable[[torch.Tensor], None]
     _spec: ParameterSpec
@@ -316,7 +317,7 @@ class PageView:
             if isinstance(master, EncodedState):  # The parameter, which is not written to.
                 master.zero_()
             else:
-                master.copy_(chunk.values)
+                assign(master, chunk.values)
 
     def adopt_parameters(self, written: Collection[str]) -> None:
         """Copy parameters to masters that no step compares with them; see ``changed``.
@@ -409,7 +410,7 @@ def _states(spec: ParameterSpec, record: RecordViews, values: torch.Tensor) -> d
     master = values if spec.stores_parameter else record.master
     if not spec.encodings:
         return {"_master": master, "states": record.states}
-    tensors = {**record.states, MASTER: master}
+    tensors: dict[str, Any] = {**record.states, MASTER: master}
     views = {
         state: tensors[state] if encoding is None else encoding.over(state, tensors)
         for state, encoding in ((state, spec.encoding(state)) for state, _ in spec.all_states)

@@ -138,7 +138,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
         parameter = page.parameters[name]
         shape = tuple(parameter.tensor.shape)
         records = page.layout.records.get((name, Chunk((0,) * len(shape), shape)))
-        if records is None or parameter.encodings:
+        if records is None or parameter.encodings or max(map(len, records.values())) > 1:
             return None
         if page.content is Content.FRESH:
             with contextlib.closing(table.pager.stream([page], Needed.STEP)) as stream:
@@ -149,9 +149,9 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
         tensors = {}
         for state, _ in readable_states(parameter.spec):
             if page.buffer is not None:  # A storage of its own, which torch.save() writes alone.
-                tensor = records[state].over(page.buffer.memory)
+                tensor = records[state][0].over(page.buffer.memory)
             else:
-                tensor = records[state].view(page.memory)
+                tensor = records[state][0].view(page.memory)
             tensors[state] = placed_as(parameter.tensor, tensor, parameter.spec.state_shape(state))
         return tensors
     return None
@@ -185,11 +185,10 @@ def _collect(
                 sizes = shard.spec.state_chunk(state, held[name]).sizes
                 is_mapped = content is not None and shard.spec.encoding(state) is None
                 for view in shard.chunks:
-                    if is_mapped and view.local.sizes == held[name].sizes:
+                    records = page.layout.records[name, view.chunk].get(state, ())
+                    if is_mapped and view.local.sizes == held[name].sizes and len(records) == 1:
                         assert content is not None
-                        found[name][state] = page.layout.records[name, view.chunk][state].over(
-                            content
-                        )
+                        found[name][state] = records[0].over(content)
                         continue
                     # The state is in several pages, or in none yet: there is no file to map.
                     if state not in found[name]:

@@ -11,7 +11,7 @@ from tierstore.errors import CorruptionError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import encodings_of
 from tierstore.layout.page_layout import PageLayout, lay_out, layout_digest
-from tierstore.layout.parameters import ParameterSpec
+from tierstore.layout.parameters import EMPTY, ParameterSpec
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX
 from tierstore.layout.subgroups import ParameterShard, Subgroup
 from tierstore.run.file_names import layout_name
@@ -75,8 +75,12 @@ class RankLayout:
                 require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
                 require(spec.unit is None or (is_count(spec.unit) and spec.unit > 0))
                 require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
-                require(set(spec.row_states) <= dict(spec.states).keys())
-                require(bool(spec.shape) or not spec.row_states)
+                require({*dict(spec.shapes)} <= dict(spec.states).keys())
+                for _, sizes in spec.shapes:
+                    require(*map(is_count, sizes), len(sizes) <= RECORD_DIMENSIONS_MAX)
+                is_whole = not spec.elementwise and spec.unit is None
+                require(is_whole or not spec.free_states)
+                require(*(kind in EMPTY for _, kind in spec.empty))
                 require(*(name in encodings_of(state) for state, name in spec.encodings))
             names = [spec.name for group in groups for spec in group]
             require(len(set(names)) == len(names))

@@ -298,7 +298,7 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
             state=state,
             dtype=dtype,
             shape=spec.state_shape(state),
-            read=_read(spec, state, {name: places[spec.name, name] for name, _, _ in spec.stored}),
+            read=_read(spec, state, {of.name: places[spec.name, of.name] for of in spec.stored}),
         )
         for spec in specs
         for state, dtype in spec.all_states

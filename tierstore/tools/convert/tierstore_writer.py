@@ -245,7 +245,7 @@ def _paged(
         )
     # Other states of Muon may have an element for each row.
     rows = (*master.shape[:-1], min(1, *master.shape[-1:])) if is_muon else None
-    row_states = []
+    shapes = []
     paged = [master.cast(master_dtype(dtype))]
     for state, entry in found.items():
         wide = torch.promote_types(entry.dtype, torch.float32)
@@ -255,8 +255,8 @@ def _paged(
         elif narrow and not is_muon:
             entry = entry.cast(wide)
         paged.append(entry)
-        if state != MOMENTUM and entry.shape == rows:
-            row_states.append(state)
+        if state != MOMENTUM and entry.shape == rows != master.shape:
+            shapes.append((state, entry.shape))
         elif (
             entry.shape != master.shape
             or not state.isidentifier()
@@ -272,7 +272,7 @@ def _paged(
         dtype=dtype,
         states=tuple((entry.state, entry.dtype) for entry in paged[1:]),
         elementwise=not is_muon,
-        row_states=tuple(row_states),
+        shapes=tuple(shapes),
     )
     return spec, paged
 

@@ -197,13 +197,14 @@ def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
                     name=spec.name,
                     shape=spec.shape,
                     dtype=dtype_name(spec.dtype),
-                    states={state: dtype_name(dtype) for state, dtype, _ in spec.stored},
+                    states={tensor.name: dtype_name(tensor.dtype) for tensor in spec.stored},
                     nbytes=spec.nbytes,
                 )
             )
-            for state, dtype, _ in spec.stored:
-                nbytes = math.prod(spec.state_shape(state)) * dtype.itemsize
-                summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
+            for tensor in spec.stored:
+                nbytes = math.prod(spec.state_shape(tensor.name)) * tensor.dtype.itemsize
+                known = summary.state_bytes.get(tensor.name, 0)
+                summary.state_bytes[tensor.name] = known + nbytes
 
 
 def _add_metadata(summary: Summary, metadata: Metadata) -> None:

@@ -215,7 +215,7 @@ def footprint_of(
 def parameter_bytes(layout: PageLayout) -> int:
     """Return the bytes of the parameters of a page, and of their gradients."""
     return sum(
-        chunk.numel * records[MASTER].parameter.dtype.itemsize
+        chunk.numel * records[MASTER][0].parameter.dtype.itemsize
         for (_, chunk), records in layout.records.items()
     )
 
@@ -228,7 +228,7 @@ def _layouts(subgroups: Sequence[SharedSubgroup], rank: int) -> list[PageLayout]
         own = subgroup.of(rank)
         key = tuple(
             (
-                *(shard.parameter.dtype, shard.parameter.states, shard.parameter.row_states),
+                *(shard.parameter.dtype, shard.parameter.states, shard.parameter.shapes),
                 shard.parameter.encodings,
                 tuple(chunk.sizes for chunk in shard.chunks),
             )
