@@ -47,7 +47,7 @@ def check_rows(shape: Sequence[int], group: Mapping[str, Any]) -> None:
 
 def shape_for(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the averages of a parameter: without elements, it has none."""
-    return (*shape[:-1], min(1, shape[-1]))
+    return (*shape[:-1], min((1, *shape[-1:])))
 
 
 def rows_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from copy import deepcopy
@@ -19,11 +20,13 @@ from tests.support.class_training import (
     DEPEND_ON_THE_FIRST_STEP,
     PAGES,
     STEPS,
+    WHOLE,
     Reference,
     case_of,
     gradient,
     parameters,
     scheduled,
+    shapes_of,
     train,
     train_and_die,
 )
@@ -31,6 +34,7 @@ from tests.support.killed_processes import _processes
 from tests.support.rank_pool import RankPool
 
 DTYPES = (torch.float32, torch.bfloat16)
+ALL = [*CASES, *WHOLE]
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +46,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 @pytest.mark.quick(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_has_the_bits_of_the_class(
     case: str, on_disk: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """With a scheduler; gradients are missing at times, and parameters cut over pages."""
-    own, reference = parameters(dtype), Reference(case, dtype)
+    own, reference = parameters(dtype, shapes_of(case)), Reference(case, dtype)
     with tierstore.TierStore(tmp_path, **PAGES) as store:
         optimizer = train(case, own, store if on_disk else None)
         reference.require_equal(own, optimizer.state_dict()["state"])
@@ -55,23 +59,28 @@ def test_has_the_bits_of_the_class(
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_killed_and_resumed(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     for last in (3, 9):
         process = _processes.Process(target=train_and_die, args=(case, dtype, tmp_path, last))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    own = parameters(dtype)
+    own = parameters(dtype, shapes_of(case))
     with tierstore.TierStore(tmp_path, resume=True, **PAGES) as store:
         optimizer = train(case, own, store)
         Reference(case, dtype).require_equal(own, optimizer.state_dict()["state"])
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("kind", ["flat", "by_parameter", "fsdp"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *itertools.product(CASES, ["flat", "by_parameter", "fsdp"]),
+        *((case, "by_parameter") for case in WHOLE),
+    ],
+)
 def test_two_ranks(
     case: str, dtype: torch.dtype, kind: str, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -80,11 +89,13 @@ def test_two_ranks(
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("case", CASES)
+# Its factors are not row-major in memory, and the tensors of a state dict are: products of a matrix
+# and a vector then differ in the last bits.
+@pytest.mark.parametrize("case", [case for case in ALL if case != "SOAP-limited"])
 def test_state_dicts_are_those_of_the_class(case: str) -> None:
     """Both ways: the class goes on from ours, and we go on from a state dict of the class."""
     cls, options = case_of(case)
-    own = parameters(torch.float32)
+    own = parameters(torch.float32, shapes_of(case))
     ours = train(case, own, last=10)
     stock = Reference(case, torch.float32, last=0)
     for name, parameter in own.items():
@@ -95,7 +106,7 @@ def test_state_dicts_are_those_of_the_class(case: str) -> None:
     reference.require_equal(stock.masters, stock.optimizer.state_dict()["state"])
 
     half = Reference(case, torch.float32, last=10)
-    again = parameters(torch.float32)
+    again = parameters(torch.float32, shapes_of(case))
     for name, parameter in again.items():
         parameter.data.copy_(half.masters[name].detach())
     optimizer = tierstore.Paged(again.items(), cls, **options)
@@ -118,28 +129,28 @@ def _go_on(
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, case: str) -> None:
         super().__init__()
-        self.parameters_ = torch.nn.ParameterDict(parameters(torch.float32))
+        self.parameters_ = torch.nn.ParameterDict(parameters(torch.float32, shapes_of(case)))
 
 
 @pytest.mark.parametrize(
     ("case", "steps"),
     [
-        *((case, 10) for case in CASES),
+        *((case, 10) for case in ALL),
         *((c, 5) for c in CASES if c not in DEPEND_ON_THE_FIRST_STEP),
     ],
 )
 def test_stock_dcp_loads_a_checkpoint_into_the_class(case: str, steps: int, tmp_path: Path) -> None:
     """Also of parameters that were never stepped: the class goes on with the bits of our run."""
     cls, options = case_of(case)
-    model = Model()
+    model = Model(case)
     own = dict(model.named_parameters())
     with tierstore.TierStore(tmp_path / "run", **PAGES) as store:
         optimizer = train(case, own, store, last=steps)
         store.checkpoint(tmp_path / "checkpoint")
         lr = float(optimizer.param_groups[0]["lr"])
-    stock_model = Model()
+    stock_model = Model(case)
     stock = cls(stock_model.parameters(), **options)
     contents = dict(zip(("model", "optimizer"), get_state_dict(stock_model, stock), strict=True))
     dcp.load(contents, checkpoint_id=tmp_path / "checkpoint")
@@ -166,19 +177,21 @@ def scheduled_like(optimizer: torch.optim.Optimizer, reference: Reference) -> An
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize(("case", "steps"), [*((c, 10) for c in CASES), ("NAdam", 5), ("ASGD", 5)])
+@pytest.mark.parametrize(
+    ("case", "steps"), [*((c, 10) for c in ALL), ("SOAP", 5), ("NAdam", 5), ("ASGD", 5)]
+)
 def test_begins_from_a_checkpoint_of_the_class(case: str, steps: int, tmp_path: Path) -> None:
     """A checkpoint of stock DCP, also with a parameter without steps."""
     cls, options = case_of(case)
     half = Reference(case, torch.float32, last=steps)
-    model = Model()
+    model = Model(case)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(half.masters[name.removeprefix("parameters_.")].detach())
     stock = cls(model.parameters(), **options)
     stock.load_state_dict(half.optimizer.state_dict())
     contents = dict(zip(("model", "optimizer"), get_state_dict(model, stock), strict=True))
     dcp.save(contents, checkpoint_id=tmp_path / "stock")
-    ours = Model()
+    ours = Model(case)
     own = dict(ours.named_parameters())
     with tierstore.TierStore(tmp_path / "run", **PAGES) as store:
         optimizer = tierstore.Paged(own.items(), cls, store=store, **options)

@@ -11,14 +11,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tierstore
-from tests.support.class_training import PAGES, STEPS, Reference, gradient, parameters, train
+from tests.support.class_training import (
+    PAGES,
+    STEPS,
+    Reference,
+    gradient,
+    parameters,
+    shapes_of,
+    train,
+)
 
 
 def resumed(case: str, kind: str, dtype: torch.dtype, directory: Path) -> None:
     """Train, leave and go on: the run has the bits of the class on one rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for last in (7, STEPS):
-        own = full = parameters(dtype)
+        own = full = parameters(dtype, shapes_of(case))
         if kind == "fsdp":
             own = {
                 name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) if p.ndim else p

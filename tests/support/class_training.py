@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_optimizer import SOAP, Shampoo
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,9 +36,19 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 """Name -> class and options."""
 
+WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
+    "SOAP": (SOAP, {"precondition_frequency": 3}),
+    # A dimension above the largest has an empty list in the place of its factor.
+    "SOAP-limited": (SOAP, {"max_precondition_dim": 40, "precondition_1d": True}),
+    "Shampoo": (Shampoo, {"momentum": 0.9, "preconditioning_compute_steps": 2}),
+}
+"""Classes that see whole parameters and have states of other shapes."""
+
 SHAPES = ((70, 33), (17,), (4, 5, 6), (), (1,), (0, 3))
 """The first has more than a page of 8 KiB."""
-STEPS = 20
+SHAPES_WHOLE = ((70, 33), (17,), (4, 5, 6), (24, 24), (1,))
+STEPS = 30
 PAGES: dict[str, Any] = {"page_bytes": 8192, "host_memory": "1MiB"}
 
 
@@ -48,7 +59,11 @@ DEPEND_ON_THE_FIRST_STEP = {"ASGD", "Rprop", "SGD-dampening"}
 
 def case_of(case: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return a case; a scheduler changes the tensors of its options."""
-    return deepcopy(CASES[case])
+    return deepcopy({**CASES, **WHOLE}[case])
+
+
+def shapes_of(case: str) -> Sequence[tuple[int, ...]]:
+    return SHAPES_WHOLE if case in WHOLE else SHAPES
 
 
 def parameters(
@@ -79,7 +94,7 @@ class Reference:
 
     def __init__(self, case: str, dtype: torch.dtype, last: int = STEPS) -> None:
         cls, options = case_of(case)
-        self.rounded = parameters(dtype)
+        self.rounded = parameters(dtype, shapes_of(case))
         self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.rounded.items()}
         self.optimizer = cls([*self.masters.values()], **options)
         self.scheduler = scheduled(self.optimizer)
@@ -99,10 +114,20 @@ class Reference:
         for name, master in self.masters.items():
             assert torch.equal(whole(found[name]), master.detach().to(found[name].dtype)), name
         for index, own in self.optimizer.state_dict()["state"].items():
-            for state, value in own.items():
-                if value is not None:  # SGD has this without momentum.
-                    equal = torch.equal(whole(states[index][state]), torch.as_tensor(value))
-                    assert equal, (index, state)
+            _require_equal(states[index], own, f"of parameter {index}")
+
+
+def _require_equal(found: Any, expected: Any, where: str) -> None:
+    """Check a state, or a part of one."""
+    if isinstance(expected, dict | list):
+        assert isinstance(found, list) == isinstance(expected, list), where
+        assert len(found) >= len(expected), where  # Ours may have a master.
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            _require_equal(found[key], expected[key], f"{key!r} {where}")
+    elif expected is None:
+        assert found is None, where
+    else:
+        assert torch.equal(whole(found), torch.as_tensor(expected)), where
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -164,5 +189,5 @@ def train_and_die(case: str, dtype: torch.dtype, directory: Path, last: int) -> 
 
     torch.set_num_threads(1)
     store = tierstore.TierStore(directory, resume=True, **PAGES)
-    train(case, parameters(dtype), store, last)
+    train(case, parameters(dtype, shapes_of(case)), store, last)
     os.kill(os.getpid(), signal.SIGKILL)

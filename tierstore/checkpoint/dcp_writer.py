@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tierstore.checkpoint.model_contents import Names
+from tierstore.checkpoint.saved_values import nested
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
@@ -139,14 +140,34 @@ class Catalog:
         for inner, leaf in leaves:
             self._add_leaf([(*path, *inner) for path in paths], leaf, (same, inner))
 
-    def add_scalars(self, name: str, scalars: Mapping[str, float]) -> None:
-        """Add the numbers in the optimizer state of a parameter, as torch.optim has them."""
-        for scalar, number in scalars.items():
-            if scalar == STEPPED:  # Which is not of an optimizer.
-                continue
-            path = ("optimizer", "state", name, scalar)
-            value = state_number(scalar, number)
-            self.add_value([path], value, ("scalar", type(value), float(number)))
+    def add_rest(
+        self,
+        name: str,
+        scalars: Mapping[str, float],
+        states: Iterable[str] = (),
+        empty: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Add the state of a parameter besides its tensors, as torch.optim has it.
+
+        Args:
+            name: of the parameter.
+            scalars: its numbers.
+            states: names of the tensors: a list without any is one value.
+            empty: name and kind of each part that has nothing.
+        """
+        nothing = torch.empty(0, device="cpu")
+        parts: list[tuple[Path, Any]] = [(state_path(state), nothing) for state in states]
+        parts += [(state_path(part), EMPTY[kind]) for part, kind in empty]
+        parts += [
+            (state_path(scalar), state_number(scalar, number))
+            for scalar, number in scalars.items()
+            if scalar != STEPPED  # Which is not of an optimizer.
+        ]
+        leaves: list[tuple[Path, Any]] = []
+        traverse_state_dict(nested(parts) if parts else {}, lambda *leaf: leaves.append(leaf))
+        for path, value in leaves:
+            if value is not nothing:
+                self._add_leaf([("optimizer", "state", name, *path)], value, _identity(value))
 
     def _add_leaf(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
         if isinstance(value, torch.Tensor):
@@ -172,6 +193,11 @@ class Catalog:
                 self.metadata.storage_data[dcp.MetadataIndex(key)] = info
 
 
+def _identity(value: Any) -> Hashable:
+    """Return what is equal for equal numbers and parts of a state."""
+    return "state", type(value), float(value) if isinstance(value, torch.Tensor) else repr(value)
+
+
 def state_paths(names: Sequence[str], state: str, model_prefix: str) -> list[Path]:
     """Return the paths of a state: a master is in the model, under all names of the parameter."""
     if state == MASTER:
@@ -195,10 +221,8 @@ def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: s
                 shape = spec.state_shape(tensor.name)
                 value = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
                 catalog.add_value(paths, value, ("empty", shape, tensor.dtype))
-        for state, kind in spec.empty:
-            paths = state_paths(names[spec.name], state, model_prefix)
-            catalog.add_value(paths, EMPTY[kind], ("nothing", kind))
-        catalog.add_scalars(names[spec.name][0], scalars.get(spec.name, {}))
+        states = [name for name, _ in spec.states]
+        catalog.add_rest(names[spec.name][0], scalars.get(spec.name, {}), states, spec.empty)
 
 
 def add_hyperparameters(

@@ -39,7 +39,7 @@ PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STEPPED = "stepped"
 """Scalar of rules without a step count: 1.0 for a parameter that has states, before it 0.0."""
 
-EMPTY: Mapping[str, Any] = {"none": None, "list": []}
+EMPTY: Mapping[str, Any] = {"none": None, "list": [], "dict": {}}
 """Kinds of parts of a state that have nothing."""
 
 # Parts that wrappers add to the names of parameters, before the last part.

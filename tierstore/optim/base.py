@@ -540,7 +540,6 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         with self.store.pages.calling("state_dict()"):
             self._attach_groups()
             states, scalars = self.store.pages.read_states(), self.store.pages.scalars
-        names = [[p.name for p in group.parameters] for group in self._attached.groups]
         shown = {}
         for group in self._attached.groups:
             kinds = self.kinds_of(group.hyperparameters)
@@ -552,7 +551,8 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         counts = {name: of[STEPPED] for name, of in scalars.items() if STEPPED in of}
         if any(counts.values()):
             states = {name: of for name, of in states.items() if counts.get(name, 1.0)}
-        packed_states, packed_groups = pack(self.param_groups, names, states, shown)
+        groups = self._attached.groups
+        packed_states, packed_groups = pack(self.param_groups, groups, states, shown)
         packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():

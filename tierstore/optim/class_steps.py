@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierstore.layout.parameters import STEPPED, master_dtype
-from tierstore.optim.classes import Kept, step_of, values_of
+from tierstore.layout.encodings import AnyState, assign, values_of
+from tierstore.layout.parameters import STEPPED, dtype_name, master_dtype
+from tierstore.optim.classes import Kept, group_values, step_of
+from tierstore.optim.parts import nested, parts_of
 from tierstore.paging.views import PageView, without_collections
 
 Scalars = Mapping[str, float]
@@ -29,6 +31,8 @@ class _Row(NamedTuple):
     states: Mapping[str, torch.Tensor]
     kept: Kept
     scalars: Scalars
+    in_page: Mapping[str, AnyState] = {}
+    """The states in the page that ``states`` has copies of."""
 
 
 class ClassSteps:
@@ -56,11 +60,11 @@ class ClassSteps:
     ) -> None:
         self._optimizer = optimizer
         self._make = make
-        self._before = values_of(group)
+        self._before = group_values(group)
         self._after = self._before
         self._kept_for = kept_for
         self._joins = joins
-        self._kept: dict[tuple[int, torch.dtype], Kept] = {}
+        self._kept: dict[tuple[torch.Size, torch.dtype], Kept] = {}
         self._advanced: dict[Any, dict[str, float]] = {}
 
     @property
@@ -79,10 +83,13 @@ class ClassSteps:
         """
         key = (tensor.ndim, tensor.dtype, *scalars.values())
         if key not in self._advanced:
-            kept = self._kept_of(tensor)
-            one = torch.zeros((1,) * tensor.ndim, dtype=master_dtype(tensor.dtype), device="cpu")
-            states = {name: one.to(dtype, copy=True) for name, dtype in kept.states.items()}
-            [state] = self._step([_Row("", one, torch.zeros_like(one), states, kept, scalars)])
+            one = torch.ones((1,) * tensor.ndim, dtype=master_dtype(tensor.dtype), device="cpu")
+            kept = self._kept_for(one)
+            row = _Row("", one, torch.ones_like(one), {}, kept, {STEPPED: 0.0})
+            [state] = self._step([row])
+            if _is_stepped(scalars):  # With states as a first step leaves them.
+                states = {name: state[name] for name in kept.states}
+                [state] = self._step([row._replace(states=states, scalars=scalars)])
             found = {name: float(state[name]) for name in kept.kinds}
             self._advanced[key] = {**found, STEPPED: 1.0}
         return self._advanced[key]
@@ -106,9 +113,14 @@ class ClassSteps:
         for shard in page.shards:
             kept, name = self._kept_of(shard.parameter.tensor), shard.spec.name
             for chunk in shard.chunks if shard.has_gradient else ():
-                grad = chunk.grad
+                grad, states, in_page = chunk.grad, chunk.states, {}
                 assert grad is not None
-                rows.append(_Row(name, chunk.master, grad, chunk.states, kept, scalars[name]))
+                if kept.shapes or kept.orders:
+                    states = {
+                        key: _as_created(of, kept.orders.get(key)) for key, of in states.items()
+                    }
+                    in_page = {key: of for key, of in chunk.states.items() if of is not states[key]}
+                rows.append(_Row(name, chunk.master, grad, states, kept, scalars[name], in_page))
         if not rows:
             return
         joined, apart = _joined(rows) if self._joins else (rows, [])
@@ -127,8 +139,16 @@ class ClassSteps:
                         "cannot be in pages"
                     )
             for key, view in row.states.items():
-                if state[key] is not view:  # Created in this step, or replaced.
-                    view.copy_(state[key])
+                value, target = state[key], row.in_page.get(key, view)
+                if value is target:
+                    continue
+                if (value.shape, value.dtype) != (view.shape, view.dtype):
+                    raise ValueError(
+                        f"{type(self._optimizer).__name__} changes {key!r} of {row.name!r} from "
+                        f"{dtype_name(view.dtype)} {list(view.shape)} to "
+                        f"{dtype_name(value.dtype)} {list(value.shape)}: pages are laid out before"
+                    )
+                assign(target, value)  # Created in this step, or replaced, or a copy.
         for master, copy in copies:
             master.copy_(copy)
         for whole, parts in apart:
@@ -140,7 +160,8 @@ class ClassSteps:
         params = []
         for row in rows:
             params.append(row.master.detach())  # Which has a gradient of its own.
-            params[-1].grad = row.grad.to(row.master.dtype)
+            # A tensor of its own, whose sizes a class may exchange.
+            params[-1].grad = row.grad.detach().to(row.master.dtype)
         optimizer.state = defaultdict(dict)
         first = [p for p, row in zip(params, rows, strict=True) if not _is_stepped(row.scalars)]
         if first:  # Classes create states with the optimizer, or at the first step.
@@ -154,13 +175,12 @@ class ClassSteps:
                     else kind(row.scalars[name])
                     for name, kind in row.kept.kinds.items()
                 }
-                empty = dict.fromkeys(row.kept.empty)
-                optimizer.state[param] = {**empty, **numbers, **row.states}
+                optimizer.state[param] = nested({**numbers, **row.states}, row.kept.empty)
         optimizer.param_groups = [{**self._before, "params": params}]
         try:
             step_of(optimizer)
-            found = [optimizer.state[param] for param in params]
-            after = values_of(optimizer.param_groups[0])
+            found = [parts_of(optimizer.state[param]) for param in params]
+            after = group_values(optimizer.param_groups[0])
         finally:  # Views and gradients are not kept, also after an error.
             optimizer.state, optimizer.param_groups = defaultdict(dict), []
         self._require_same(after, found, [row.kept for row in rows])
@@ -178,19 +198,26 @@ class ClassSteps:
                 f"{name} changes hyperparameters by gradients, so it cannot be in pages"
             )
         for state, of in zip(found, kept, strict=True):
-            expected = len(of.states) + len(of.kinds) + len(of.empty)
-            if len(state) != expected:
+            if state.keys() != of.names:
                 raise ValueError(
-                    f"{name} keeps the states {sorted(state)}, and a small tensor had "
-                    f"{sorted({*of.states, *of.kinds, *of.empty})} in its first steps: states that "
-                    "depend on a size or on the number of steps cannot be in pages"
+                    f"{name} keeps the states {sorted(state)}, and in its first steps it had "
+                    f"{sorted(of.names)}: states that come later cannot be in pages"
                 )
 
     def _kept_of(self, tensor: torch.Tensor) -> Kept:
-        key = tensor.ndim, tensor.dtype
+        key = tensor.shape, tensor.dtype
         if key not in self._kept:
             self._kept[key] = self._kept_for(tensor)
         return self._kept[key]
+
+
+def _as_created(state: AnyState, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a state of a page as the class created it, in one piece and in its order of memory."""
+    values = values_of(state)
+    if order is None:
+        return values
+    of_class = torch.empty_permuted(values.shape, order, dtype=values.dtype, device=values.device)
+    return of_class.copy_(values)
 
 
 def _is_stepped(scalars: Scalars) -> bool:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from tierstore.layout.chunks import storage_order
 from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED
+from tierstore.optim.parts import empty_kind, parts_of
 
 Class = Callable[..., torch.optim.Optimizer]
 """A class of optimizers, called with params and options."""
@@ -48,23 +50,31 @@ _UNUSABLE = {
     "differentiable": "states in pages have no gradients",
 }
 
-# Sizes of the tensors that a class is tried with: no two are equal, so that shapes can be told.
+# Sizes of the tensors that a class is tried with.
 _SIZES = (5, 7, 3, 11, 2, 13, 17, 19)
 _STEPS = 8  # RAdam changes its rule at step 6.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kept:
-    """States and numbers of a class for a parameter of one number of dimensions."""
+    """What a class keeps for a parameter, by the names of parts_of()."""
 
     states: Mapping[str, torch.dtype]
-    """Name -> dtype of the states of the parameter's shape, or of its rows."""
-    row_states: frozenset[str]
-    """Names of the states of rows, of shape (..., 1)."""
-    empty: frozenset[str]
-    """Names of the states that are None."""
+    """Name -> dtype of the tensors."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name -> shape of the tensors that have another shape than the parameter."""
+    empty: Mapping[str, str]
+    """Name -> kind of the parts that have nothing."""
     kinds: Mapping[str, torch.dtype | type]
     """Name -> dtype of tensors of shape (), or type, of the scalars."""
+    orders: Mapping[str, tuple[int, ...]]
+    """Name -> dimensions, from the outermost in memory to the innermost, of the tensors that are
+    not row-major. A product of matrices may round otherwise in another order."""
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all parts."""
+        return frozenset({*self.states, *self.empty, *self.kinds})
 
 
 def require_usable(cls: Any) -> None:
@@ -104,7 +114,7 @@ def step_of(optimizer: torch.optim.Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
-def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -125,10 +135,8 @@ def initial_value(state: str, group: Mapping[str, Any], cls: Any = None) -> floa
 
 def kept_by(
     cls: Class, options: Mapping[str, Any], group: Mapping[str, Any], ndim: int, dtype: torch.dtype
-) -> Kept:
-    """Return what a class keeps for a parameter, from a step of a small tensor.
-
-    Not a step of meta or fake tensors: ASGD and Adafactor read numbers of theirs.
+) -> tuple[Kept, frozenset[str]]:
+    """Return what a class keeps for a small parameter, from steps of it.
 
     Args:
         cls: the class.
@@ -137,52 +145,104 @@ def kept_by(
         ndim: number of dimensions of the parameter.
         dtype: dtype of its master.
 
+    Returns:
+        What it keeps, and the keys of the group that a step changes, such as a count of steps.
+
     Raises:
         ValueError: a state cannot be in pages; names it.
     """
     # A state of a tensor without dimensions cannot be told from a scalar.
     [tensor] = _tensors(1, max(ndim, 1), dtype)
-    optimizer = cls([{**values_of(group), "params": [tensor]}], **options)
+    optimizer = cls([{**group_values(group), "params": [tensor]}], **options)
     own = _own_numbers(optimizer)
-    names = []
-    for _ in range(_STEPS):
+    found = []
+    for number in range(_STEPS):
+        tensor.grad = _waves(tensor, number + 1)  # A step may have changed it.
         step_of(optimizer)
-        names.append({*optimizer.state[tensor]})
+        found.append(_kept(cls, optimizer.state[tensor], tensor.shape))
     if _own_numbers(optimizer) != own:
         raise ValueError(
             f"{_name(cls)} counts in attributes of its own, which no commit has: keep them in the "
             "state of a parameter, or in the param group"
         )
-    if any(each != names[0] for each in names):
+    if any(each != found[0] for each in found):
         raise ValueError(
-            f"{_name(cls)} creates states after the first step of a parameter: pages are laid out "
-            "before"
+            f"{_name(cls)} creates states, or changes their shapes, after the first step of a "
+            "parameter: pages are laid out before"
         )
+    after = optimizer.param_groups[0]
+    changed = {key for key, value in group_values(group).items() if after[key] is not value}
+    return found[0], frozenset(changed)
+
+
+def kept_at(
+    cls: Class,
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    small: Kept,
+) -> Kept:
+    """Return what a class keeps for a parameter of a shape, from a step without values.
+
+    Args:
+        cls: the class.
+        options: its arguments.
+        group: the param group of the parameter.
+        shape: of the parameter.
+        dtype: dtype of its master.
+        small: what it keeps for a small parameter of as many dimensions.
+
+    Raises:
+        ValueError: a state cannot be in pages, or its shape is not known; names it.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    tensor.grad = torch.empty_like(tensor)
+    optimizer = cls([{**group_values(group), "params": [tensor]}], **options)
+    refused = None
+    try:
+        step_of(optimizer)
+    except RuntimeError as error:  # A number of a tensor is read, after states were created.
+        refused = error
+    found = _kept(cls, optimizer.state[tensor], shape, small)
+    if refused is not None and found.names != small.names:
+        raise ValueError(
+            f"{_name(cls)} does not tell the shapes of its states for a parameter of shape "
+            f"{list(shape)}: a step without values ends with: {refused}"
+        ) from refused
+    return found
+
+
+def _kept(
+    cls: Any, state: Mapping[str, Any], shape: Sequence[int], small: Kept | None = None
+) -> Kept:
+    """Return what is in the state of a parameter of a shape; see kept_at()."""
     states: dict[str, torch.dtype] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    empty: dict[str, str] = {}
     kinds: dict[str, torch.dtype | type] = {}
-    row_states = set()
-    rows = (*tensor.shape[:-1], 1)
-    for name, value in optimizer.state[tensor].items():
+    orders: dict[str, tuple[int, ...]] = {}
+    for name, value in parts_of(state).items():
+        # A state of a parameter without dimensions looks like a number.
+        is_state = small is not None and name in small.states
         if name == STEPPED:
             raise ValueError(f"{_name(cls)} keeps a state {name!r}, a name that pages use")
-        if isinstance(value, torch.Tensor) and value.shape == ():
-            kinds[name] = value.dtype
-        elif type(value) in (bool, int, float):
-            kinds[name] = type(value)
-        elif isinstance(value, torch.Tensor) and tuple(value.shape) in (tuple(tensor.shape), rows):
+        if _is_number(value) and not is_state:
+            kinds[name] = value.dtype if isinstance(value, torch.Tensor) else type(value)
+        elif isinstance(value, torch.Tensor):
             states[name] = value.dtype
-            if tuple(value.shape) == rows:
-                row_states.add(name)
-        elif value is not None:
-            what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "of "
-            what += "" if isinstance(value, torch.Tensor) else type(value).__name__
+            if tuple(value.shape) != tuple(shape):
+                shapes[name] = tuple(value.shape)
+            if not value.is_contiguous():
+                orders[name] = tuple(storage_order(value.shape, value.stride()))
+        elif (kind := empty_kind(value)) is not None:
+            empty[name] = kind
+        else:
             raise ValueError(
-                f"{_name(cls)} keeps a state {name!r} {what} for a parameter of shape "
-                f"{list(tensor.shape)}: pages have states of the parameter's shape, of its rows, "
-                "and numbers"
+                f"{_name(cls)} keeps a state {name!r} of {type(value).__name__}: pages have "
+                "tensors and numbers, and dicts and lists of them"
             )
-    empty = {name for name, value in optimizer.state[tensor].items() if value is None}
-    return Kept(states, frozenset(row_states), frozenset(empty), kinds)
+    return Kept(states, shapes, empty, kinds, orders)
 
 
 def _own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -200,7 +260,7 @@ def require_apart(
     Raises:
         ValueError: it does, in one of the first steps of small tensors.
     """
-    values = values_of(group)
+    values = group_values(group)
     together, apart = (_tensors(2, ndim, torch.float32) for _ in range(2))
     lists = [together, *([tensor] for tensor in apart)]
     optimizers = [cls([{**values, "params": params}], **options) for params in lists]
@@ -210,11 +270,11 @@ def require_apart(
                 tensor.grad = size * _waves(tensor, number)
         for optimizer in optimizers:
             step_of(optimizer)
-        kept = [o.state[p] for o in optimizers for p in o.param_groups[0]["params"]]
+        kept = [parts_of(o.state[p]) for o in optimizers for p in o.param_groups[0]["params"]]
         numbers = [
             {name: float(value) for name, value in of.items() if _is_number(value)} for of in kept
         ]
-        changed = [values_of(optimizer.param_groups[0]) for optimizer in optimizers]
+        changed = [group_values(optimizer.param_groups[0]) for optimizer in optimizers]
         is_apart = all(map(torch.equal, together, apart)) and changed.count(changed[0]) == 3
         if not is_apart or numbers.count(numbers[0]) != len(numbers):
             raise ValueError(
@@ -310,13 +370,23 @@ def _name(cls: Any) -> str:
 
 
 def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...]:
-    """Return what the states of a class depend on: which hyperparameters are 0, None or False.
+    """Return what the names of states depend on: which hyperparameters are 0, None or False.
 
     Args:
         group: the param group.
         keys: the keys of the class.
     """
     return tuple((key, _choice(group.get(key))) for key in keys)
+
+
+def sizes(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...]:
+    """Return what the shapes of states depend on besides: hyperparameters that are whole numbers.
+
+    Args:
+        group: the param group.
+        keys: the keys of the class that no step changes.
+    """
+    return tuple(value for key in keys if type(value := group.get(key)) is int)
 
 
 def _choice(value: Any) -> Any:

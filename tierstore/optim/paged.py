@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tierstore.layout.dtensors import is_dtensor
+from tierstore.layout.dtensors import local_tensor
 from tierstore.layout.parameters import STEPPED, PagedParameter, master_dtype
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX
 from tierstore.optim.base import PagedOptimizer
@@ -18,14 +18,16 @@ from tierstore.optim.class_steps import ClassSteps
 from tierstore.optim.classes import (
     ELEMENTWISE,
     Kept,
+    group_values,
     initial_value,
+    kept_at,
     kept_by,
     require_apart,
     require_options,
     require_same_class,
     require_usable,
     signature,
-    values_of,
+    sizes,
 )
 from tierstore.paging.sweep import SteppedPages
 from tierstore.store import TierStore
@@ -46,7 +48,7 @@ class Paged(PagedOptimizer):
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``. Names
             identify the state on disk: pass named parameters if the run may be resumed.
-        cls: the class. Its states have the shape of the parameter, of its rows, or are numbers.
+        cls: the class. Its states are tensors and numbers, and dicts and lists of them.
         store: holds the states; None keeps them in memory.
         elementwise: True: each element of a parameter is stepped by itself, so that pages and ranks
             may cut parameters anywhere. None: so for the classes of ``torch.optim`` that are
@@ -78,12 +80,13 @@ class Paged(PagedOptimizer):
         self._options = options
         self._is_listed = cls in ELEMENTWISE
         self._is_elementwise = self._is_listed if elementwise is None else elementwise
+        self._small: dict[Any, tuple[Kept, frozenset[str]]] = {}
         self._kept: dict[Any, Kept] = {}
         empty = torch.zeros((1, 1), dtype=torch.float32, device="cpu", requires_grad=True)
         # It steps a page: the views of the page stand in its group and state meanwhile.
         self._stepper = cls([empty], **options)
         [group] = self._stepper.param_groups  # Classes add keys to it, such as counts.
-        defaults = {**self._stepper.defaults, **values_of(group)}
+        defaults = {**self._stepper.defaults, **group_values(group)}
         require_options(cls, defaults)
         super().__init__(
             params,
@@ -104,10 +107,15 @@ class Paged(PagedOptimizer):
         kept = self._kept_for(group, tensor)
         # On a CPU, the fused kernels of torch round otherwise at the ends of a tensor.
         is_cut = self._is_elementwise and not (group.get("fused") and tensor.device.type == "cpu")
-        if is_dtensor(tensor) and not is_cut:
+        if not is_cut and local_tensor(tensor).shape != tensor.shape:
             raise ValueError(
                 f"{self._class.__name__} sees whole parameters, and a rank has a part of {name!r}: "
                 "use DDP. If it steps each element by itself, pass elementwise=True"
+            )
+        if not is_cut and placing["partition"] == "flat":
+            raise ValueError(
+                f"{self._class.__name__} sees whole parameters, and partition='flat' cuts {name!r} "
+                "over ranks: use 'by_parameter' or 'auto'"
             )
         if not is_cut and math.prod(tensor.shape) * 4 > RECORD_DATA_BYTES_MAX:
             raise ValueError(
@@ -119,8 +127,10 @@ class Paged(PagedOptimizer):
             tensor=tensor,
             states=kept.states,
             initial={state: self._initial(state, group) for state in kept.states},
-            shapes=dict.fromkeys(kept.row_states, (*tensor.shape[:-1], 1)),
+            shapes=kept.shapes,
+            empty=kept.empty,
             elementwise=is_cut,
+            cost=None if is_cut else _cost(tensor, kept),
             **placing,
         )
 
@@ -142,9 +152,13 @@ class Paged(PagedOptimizer):
 
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the pages of a param group depend on: the states, which options choose."""
-        kinds = {(tensor.ndim, tensor.dtype): tensor for tensor in group["params"]}
-        states = [sorted(self._kept_for(group, of).states) for of in kinds.values()]
-        return {**super().layout_of(group), "fused": group.get("fused"), "states": states}
+        is_cut = self._is_elementwise
+        kinds = {(t.ndim if is_cut else t.shape, t.dtype): t for t in group["params"]}
+        kept = [self._kept_for(group, of) for of in kinds.values()]
+        states = [sorted(of.states) for of in kept]
+        shapes = [sorted(of.shapes.items()) for of in kept]
+        found = super().layout_of(group)
+        return {**found, "fused": group.get("fused"), "states": states, "shapes": shapes}
 
     def check_group(self, group: dict[str, Any], number: int) -> None:
         """Refuse options that pages cannot have."""
@@ -155,13 +169,15 @@ class Paged(PagedOptimizer):
         where = f"the saved group of the parameters of param group {number}"
         require_same_class(self._class, self.defaults, saved, where, own=group)
         require_options(self._class, saved)
-        taken = {**group, **self.unpacked(values_of(saved), group), **self.not_loaded(group)}
-        own, others = self.layout_of(group)["states"], self.layout_of(taken)["states"]
-        if own != others:
-            raise ValueError(
-                f"the options of {where} make {self._class.__name__} keep the states {others}, and "
-                f"pages hold {own}: make the optimizer with these options"
-            )
+        taken = {**group, **self.unpacked(group_values(saved), group), **self.not_loaded(group)}
+        own, others = self.layout_of(group), self.layout_of(taken)
+        for key in ("states", "shapes"):
+            if own[key] != others[key]:
+                raise ValueError(
+                    f"the options of {where} make {self._class.__name__} keep the {key} "
+                    f"{others[key]}, and pages hold {own[key]}: make the optimizer with these "
+                    "options"
+                )
 
     @property
     def rule(self) -> str:
@@ -181,11 +197,24 @@ class Paged(PagedOptimizer):
     def _kept_for(self, group: Mapping[str, Any], tensor: torch.Tensor) -> Kept:
         dtype = master_dtype(tensor.dtype)
         key = (*signature(group, self.defaults), tensor.ndim, dtype)
-        if key not in self._kept:
+        if key not in self._small:
             if not self._is_listed:
                 require_apart(self._class, self._options, group, tensor.ndim)
-            self._kept[key] = kept_by(self._class, self._options, group, tensor.ndim, dtype)
-        return self._kept[key]
+            self._small[key] = kept_by(self._class, self._options, group, tensor.ndim, dtype)
+        small, changing = self._small[key]
+        if self._is_elementwise:
+            if small.shapes:
+                raise ValueError(
+                    f"{self._class.__name__} keeps states of other shapes than the parameter, "
+                    f"{sorted(small.shapes)}: it cannot be elementwise=True"
+                )
+            return small
+        at = (key, *sizes(group, self.defaults.keys() - changing), tensor.shape)
+        if at not in self._kept:
+            self._kept[at] = kept_at(
+                *(self._class, self._options, group, tensor.shape, dtype, small)
+            )
+        return self._kept[at]
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -217,3 +246,9 @@ class Paged(PagedOptimizer):
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return self._class(groups, **self._options)
+
+
+def _cost(tensor: torch.Tensor, kept: Kept) -> int:
+    """Return the relative cost of a step of a whole parameter: of a square matrix its cube."""
+    squares = (shape[0] ** 3 for shape in kept.shapes.values() if len({*shape}) < len(shape))
+    return tensor.numel() * (1 + len(kept.states)) + sum(squares)

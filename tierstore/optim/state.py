@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
-from tierstore.layout.parameters import PagedParameter
+from tierstore.layout.parameters import PagedParameter, state_path
+from tierstore.optim.parts import given_parts, nested
 from tierstore.optim.state_dicts import check_saved
 from tierstore.store import TierStore
 
@@ -159,18 +160,20 @@ class ParameterState:
         """Name of the parameter."""
         spec = self._paged.spec  # A float32 parameter has no separate master.
         states = spec.states if spec.owns_master else spec.all_states
-        self._names = [*self._scalars, *(name for name, _ in states)]
+        self._parts = [*self._scalars, *(name for name, _ in states)]
+        tops = (str(state_path(part)[0]) for part in (*self._parts, *self._paged.empty))
+        self._names = [*dict.fromkeys(tops)]
 
-    def __getitem__(self, state: str) -> torch.Tensor:
+    def __getitem__(self, state: str) -> Any:
         if state not in self._names:
             raise self._unknown(state)
-        return self._show(state)[state]
+        return nested(self._show(state), self._paged.empty)[state]
 
     def __setitem__(self, state: str, value: Any) -> None:
         if state not in self._names:
             raise self._unknown(state)
         require_one_rank(self._optimizer, f"{state!r} of parameter {self.name!r}")
-        values = {**self._show(state), state: value}
+        values = {**nested(self._show(state), self._paged.empty), state: value}
         self._optimizer._write_states({self.name: self.complete(values)})
 
     def __delitem__(self, state: str) -> None:
@@ -192,11 +195,11 @@ class ParameterState:
         """Return the names of all states."""
         return list(self._names)
 
-    def values(self) -> list[torch.Tensor]:
+    def values(self) -> list[Any]:
         """Return all states."""
         return [self[state] for state in self._names]
 
-    def items(self) -> list[tuple[str, torch.Tensor]]:
+    def items(self) -> list[tuple[str, Any]]:
         """Return the name and value of each state."""
         return [(state, self[state]) for state in self._names]
 
@@ -204,7 +207,7 @@ class ParameterState:
         """Return a state, or ``default`` for a name that the parameter does not have."""
         return self[state] if state in self._names else default
 
-    def setdefault(self, state: str, default: Any = None) -> torch.Tensor:
+    def setdefault(self, state: str, default: Any = None) -> Any:
         """Return a state: a parameter has all of its states."""
         return self[state]
 
@@ -224,11 +227,12 @@ class ParameterState:
         """Let the parameter begin anew."""
         del self._optimizer.state[self._tensor]
 
-    def copy(self) -> dict[str, torch.Tensor]:
+    def copy(self) -> dict[str, Any]:
         """Return all states, as tensors of the caller."""
         shown = self._show()
         owned = self._optimizer.store.pages.read_states([self.name])[self.name]
-        return {state: owned.get(state, shown[state]).clone() for state in self._names}
+        parts = {part: owned.get(part, shown[part]).clone() for part in self._parts}
+        return nested(parts, self._paged.empty)
 
     def __repr__(self) -> str:
         return f"<states of parameter {self.name!r}: {', '.join(self._names)}>"
@@ -253,12 +257,13 @@ class ParameterState:
         if not values:
             return values
         require_one_rank(self._optimizer, f"a state of parameter {self.name!r}")
-        check_saved(values, self._paged, self._scalars)
+        parts = given_parts(values)
+        check_saved(parts, self._paged, self._scalars)
         shown = self._show()
         return {
             # A copy: the value may be a view of memory that is written first.
-            state: shown[state] if _same(value, shown[state]) else _copied(value)
-            for state, value in values.items()
+            part: shown[part] if _same(value, shown[part]) else _copied(value)
+            for part, value in parts.items()
         }
 
     def _show(self, state: str | None = None) -> dict[str, torch.Tensor]:
@@ -267,7 +272,7 @@ class ParameterState:
             require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
         self._optimizer._attach_groups()
         shown = self._optimizer.store.pages.show_states(self.name)
-        return {name: value for name, value in shown.items() if name in self._names}
+        return {name: value for name, value in shown.items() if name in self._parts}
 
     def _unknown(self, state: object) -> KeyError:
         known = ", ".join(map(repr, self._names))

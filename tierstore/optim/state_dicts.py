@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_names
+from tierstore.optim.parts import given_parts, nested
 
 _Group = dict[str, Any]
 
 
 def pack(
     groups: Sequence[_Group],
-    names: Sequence[Sequence[str]],
+    paged: Sequence[PagedGroup],
     states: Mapping[str, Mapping[str, torch.Tensor]],
     scalars: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[Any, Any], list[_Group]]:
@@ -23,13 +24,13 @@ def pack(
 
     Args:
         groups: the param groups.
-        names: the names of the parameters of each group.
+        paged: the same groups as they are paged.
         states: parameter name -> state name -> tensor.
         scalars: parameter name -> scalar name -> value as the state dict has it.
     """
     packed_groups: list[_Group] = []
     packed_states: dict[Any, Any] = {}
-    for group, group_names in zip(groups, names, strict=True):
+    for group, members in zip(groups, paged, strict=True):
         # Dtypes by name, because torch's state-dict helpers support plain values only.
         packed = {
             key: str(value) if isinstance(value, torch.dtype) else value
@@ -37,13 +38,14 @@ def pack(
             if key != "params"
         }
         if "param_names" in group:
-            packed["param_names"] = list(group_names)
+            packed["param_names"] = [member.name for member in members.parameters]
         start = sum(len(group["params"]) for group in packed_groups)
-        packed["params"] = list(range(start, start + len(group_names)))
+        packed["params"] = list(range(start, start + len(members.parameters)))
         packed_groups.append(packed)
-        for index, name in enumerate(group_names, start):
-            if name in states:
-                packed_states[index] = {**scalars.get(name, {}), **states[name]}
+        for index, member in enumerate(members.parameters, start):
+            if member.name in states:
+                parts = {**scalars.get(member.name, {}), **states[member.name]}
+                packed_states[index] = nested(parts, member.empty)
     return packed_states, packed_groups
 
 
@@ -87,12 +89,7 @@ def match(
         names = scalars(group)
         for saved_id, parameter in zip(saved["params"], paged(number).parameters, strict=True):
             # torch's helpers add empty dicts for missing entries of a flattened state dict.
-            saved_states: dict[str, Any] = unmatched.pop(saved_id, {})
-            states[parameter.name] = {
-                key: value
-                for key, value in saved_states.items()
-                if value is not None and (not isinstance(value, dict) or value)
-            }
+            states[parameter.name] = given_parts(unmatched.pop(saved_id, {}))
             lacks = {*parameter.states, *names} - states[parameter.name].keys()
             if states[parameter.name] and lacks == {"step"} and "step" in saved:
                 # FusedAdam has the count in the group.

@@ -421,7 +421,7 @@ class Writer:
                 empty = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
                 catalog.add_value(self._paths(entry), empty, ("empty", entry.key))
         for name, scalars in contents.scalars.items():
-            catalog.add_scalars(name, scalars)
+            catalog.add_rest(name, scalars)
         add_hyperparameters(
             catalog, [(group.parameters, group.hyperparameters) for group in contents.groups]
         )
