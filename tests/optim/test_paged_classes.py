@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierstore
+from tests.rank_programs import classes
 from tests.support.class_training import (
     CASES,
     DEPEND_ON_THE_FIRST_STEP,
@@ -86,6 +87,38 @@ def test_two_ranks(
 ) -> None:
     """Tensors that both ranks hold, and shards as of FSDP2."""
     pool.run(2, "tests.rank_programs.classes:resumed", case, kind, dtype, tmp_path)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", WHOLE)
+def test_two_ranks_killed_and_resumed(
+    case: str, dtype: torch.dtype, pool: RankPool, tmp_path: Path
+) -> None:
+    for last in (3, 9):
+        ranks = [
+            _processes.Process(
+                target=classes.train_and_die,
+                args=(rank, tmp_path / f"world-{last}", case, dtype, tmp_path / "run", last),
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+    resumed = "tests.rank_programs.classes:resumed"
+    pool.run(2, resumed, case, "by_parameter", dtype, tmp_path / "run", [STEPS])
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("case", WHOLE)
+def test_goes_on_on_other_ranks(case: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    resumed = "tests.rank_programs.classes:resumed"
+    pool.run(2, resumed, case, "by_parameter", torch.bfloat16, tmp_path, [10])
+    pool.run(world_size, resumed, case, "by_parameter", torch.bfloat16, tmp_path, [STEPS])
 
 
 @pytest.mark.quick(6)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,10 +25,12 @@ from tests.support.class_training import (
 )
 
 
-def resumed(case: str, kind: str, dtype: torch.dtype, directory: Path) -> None:
+def resumed(
+    case: str, kind: str, dtype: torch.dtype, directory: Path, ends: Sequence[int] = (7, STEPS)
+) -> None:
     """Train, leave and go on: the run has the bits of the class on one rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for last in (7, STEPS):
+    for last in ends:
         own = full = parameters(dtype, shapes_of(case))
         if kind == "fsdp":
             own = {
@@ -37,6 +42,24 @@ def resumed(case: str, kind: str, dtype: torch.dtype, directory: Path) -> None:
             optimizer = train(case, own, store, last, full.values(), **options)
             if last == STEPS:
                 Reference(case, dtype).require_equal(own, optimizer.state_dict()["state"])
+
+
+def train_and_die(
+    rank: int,
+    world_size: int,
+    file: Path,
+    case: str,
+    dtype: torch.dtype,
+    directory: Path,
+    last: int,
+) -> None:
+    """Train until a step, and die before its commit is waited for, perhaps before other ranks."""
+    torch.set_num_threads(1)
+    method = f"file://{file}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size)
+    store = tierstore.TierStore(directory, resume=True, **PAGES)
+    train(case, parameters(dtype, shapes_of(case)), store, last, partition="by_parameter")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def step_whole() -> None:

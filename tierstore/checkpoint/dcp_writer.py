@@ -19,21 +19,19 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tierstore.checkpoint.model_contents import Names
-from tierstore.checkpoint.saved_values import nested
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.other_rules import RULE
-from tierstore.layout.parameters import EMPTY, STEPPED, state_path
+from tierstore.layout.parameters import STEPPED
 from tierstore.layout.records import record_length
+from tierstore.layout.state_parts import EMPTY, Path, nested, state_path
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import UNPAGED_NAME, published_page
 
 # The version that DCP writes into its metadata.
 _DCP_VERSION = "1.0.0"
-
-Path = tuple[str | int, ...]
 
 _BYTES = dcp.BytesStorageMetadata()
 

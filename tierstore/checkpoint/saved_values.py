@@ -17,6 +17,7 @@ import torch
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.layout.parameters import STEPPED
+from tierstore.layout.state_parts import nested
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
 
@@ -257,24 +258,3 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value)
     return float(value) if isinstance(value, int | float) else None
-
-
-def nested(leaves: Sequence[tuple[EntryPath, Any]]) -> Any:
-    """Return the nested dicts and lists that have these values at these paths.
-
-    Raises:
-        ValueError: the paths contradict each other, or a list lacks an item.
-    """
-    inner: dict[str | int, list[tuple[EntryPath, Any]]] = {}
-    for path, value in leaves:
-        if not path:
-            if len(leaves) > 1:
-                raise ValueError("a value is in another value that is not a dict or list")
-            return value
-        inner.setdefault(path[0], []).append((path[1:], value))
-    values = {part: nested(rest) for part, rest in inner.items()}
-    if all(isinstance(part, str) for part in values):
-        return values
-    if values.keys() != set(range(len(values))):
-        raise ValueError("a list lacks an item, or a dict has a number for a key")
-    return [values[index] for index in range(len(values))]

@@ -33,14 +33,12 @@ from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,
     RECORD_DTYPES,
 )
+from tierstore.layout.state_parts import EMPTY, nested, state_path
 
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 STEPPED = "stepped"
 """Scalar of rules without a step count: 1.0 for a parameter that has states, before it 0.0."""
-
-EMPTY: Mapping[str, Any] = {"none": None, "list": [], "dict": {}}
-"""Kinds of parts of a state that have nothing."""
 
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -375,14 +373,6 @@ def refuse_codes(what: str, dtype: torch.dtype, expected: torch.dtype | None = N
         )
 
 
-def state_path(state: str) -> tuple[str | int, ...]:
-    """Return the place of a state in the nested dicts and lists of an optimizer.
-
-    Example: "GG.0" is the first of the list "GG".
-    """
-    return tuple(int(part) if part.isdigit() else part for part in state.split("."))
-
-
 def _others(
     shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -468,6 +458,12 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             )
         if dtype not in RECORD_DTYPES:
             yield f"has a state {state!r}, which cannot have dtype {dtype_name(dtype)}"
+    parts = [*parameter.states, *parameter.empty]
+    if any("." in part for part in parts) and all(map(_is_name, parts)):
+        try:
+            nested([(state_path(part), None) for part in parts])
+        except ValueError as error:
+            yield f"has the states {parts}: {error}"
     for state, kind in parameter.empty.items():
         if not _is_name(state) or kind not in EMPTY:
             yield f"has {kind!r} for the empty part {state!r}; it can be: {', '.join(EMPTY)}"

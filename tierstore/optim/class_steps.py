@@ -10,8 +10,8 @@ import torch
 
 from tierstore.layout.encodings import AnyState, assign, values_of
 from tierstore.layout.parameters import STEPPED, dtype_name, master_dtype
+from tierstore.layout.state_parts import parts_of, state_of
 from tierstore.optim.classes import Kept, group_values, step_of
-from tierstore.optim.parts import nested, parts_of
 from tierstore.paging.views import PageView, without_collections
 
 Scalars = Mapping[str, float]
@@ -175,7 +175,7 @@ class ClassSteps:
                     else kind(row.scalars[name])
                     for name, kind in row.kept.kinds.items()
                 }
-                optimizer.state[param] = nested({**numbers, **row.states}, row.kept.empty)
+                optimizer.state[param] = state_of({**numbers, **row.states}, row.kept.empty)
         optimizer.param_groups = [{**self._before, "params": params}]
         try:
             step_of(optimizer)

@@ -14,7 +14,7 @@ import torch
 from tierstore.layout.chunks import storage_order
 from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED
-from tierstore.optim.parts import empty_kind, parts_of
+from tierstore.layout.state_parts import empty_kind, parts_of
 
 Class = Callable[..., torch.optim.Optimizer]
 """A class of optimizers, called with params and options."""

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
-from tierstore.layout.parameters import PagedParameter, state_path
-from tierstore.optim.parts import given_parts, nested
+from tierstore.layout.parameters import PagedParameter
+from tierstore.layout.state_parts import given_parts, state_of, state_path
 from tierstore.optim.state_dicts import check_saved
 from tierstore.store import TierStore
 
@@ -167,13 +167,13 @@ class ParameterState:
     def __getitem__(self, state: str) -> Any:
         if state not in self._names:
             raise self._unknown(state)
-        return nested(self._show(state), self._paged.empty)[state]
+        return state_of(self._show(state), self._paged.empty)[state]
 
     def __setitem__(self, state: str, value: Any) -> None:
         if state not in self._names:
             raise self._unknown(state)
         require_one_rank(self._optimizer, f"{state!r} of parameter {self.name!r}")
-        values = {**nested(self._show(state), self._paged.empty), state: value}
+        values = {**state_of(self._show(state), self._paged.empty), state: value}
         self._optimizer._write_states({self.name: self.complete(values)})
 
     def __delitem__(self, state: str) -> None:
@@ -232,7 +232,7 @@ class ParameterState:
         shown = self._show()
         owned = self._optimizer.store.pages.read_states([self.name])[self.name]
         parts = {part: owned.get(part, shown[part]).clone() for part in self._parts}
-        return nested(parts, self._paged.empty)
+        return state_of(parts, self._paged.empty)
 
     def __repr__(self) -> str:
         return f"<states of parameter {self.name!r}: {', '.join(self._names)}>"

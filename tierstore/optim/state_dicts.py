@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_names
-from tierstore.optim.parts import given_parts, nested
+from tierstore.layout.state_parts import given_parts, state_of
 
 _Group = dict[str, Any]
 
@@ -45,7 +45,7 @@ def pack(
         for index, member in enumerate(members.parameters, start):
             if member.name in states:
                 parts = {**scalars.get(member.name, {}), **states[member.name]}
-                packed_states[index] = nested(parts, member.empty)
+                packed_states[index] = state_of(parts, member.empty)
     return packed_states, packed_groups
 
 

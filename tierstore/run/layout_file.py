@@ -11,8 +11,9 @@ from tierstore.errors import CorruptionError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import encodings_of
 from tierstore.layout.page_layout import PageLayout, lay_out, layout_digest
-from tierstore.layout.parameters import EMPTY, ParameterSpec
+from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX
+from tierstore.layout.state_parts import EMPTY
 from tierstore.layout.subgroups import ParameterShard, Subgroup
 from tierstore.run.file_names import layout_name
 from tierstore.run.sealed import body_errors, checksum_of, is_count, require, seal, unseal

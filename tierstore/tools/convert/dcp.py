@@ -28,7 +28,6 @@ from tierstore.checkpoint.dcp_writer import (
     model_path,
     state_paths,
 )
-from tierstore.checkpoint.saved_values import nested
 from tierstore.checkpoint.stored_paths import MODELS, TRAINER, Paths, at_top, path_text
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
@@ -48,6 +47,7 @@ from tierstore.layout.records import (
     record_prefix,
     record_trailer,
 )
+from tierstore.layout.state_parts import nested
 from tierstore.run import tagged_json
 from tierstore.run.file_names import CONVERSION_NAME, METADATA_NAME
 from tierstore.run.sealed import body_errors, seal, unseal

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from tierstore.checkpoint.dcp_reader import StoredEntries
-from tierstore.checkpoint.saved_values import nested
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.other_rules import MOMENTUM
+from tierstore.layout.state_parts import nested
 from tierstore.run.file_names import METADATA_NAME
 from tierstore.run.sealed import parse_json
 from tierstore.tools.convert.contents import Contents, Group

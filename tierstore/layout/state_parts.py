@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from tierstore.checkpoint.saved_values import nested as nest
-from tierstore.layout.parameters import EMPTY, state_path
+Path = tuple[str | int, ...]
+
+EMPTY: Mapping[str, Any] = {"none": None, "list": [], "dict": {}}
+"""Kinds of parts of a state that have nothing."""
+
+
+def state_path(state: str) -> Path:
+    """Return the place of a state in the nested dicts and lists of an optimizer.
+
+    Example: "GG.0" is the first of the list "GG".
+    """
+    return tuple(int(part) if part.isdigit() else part for part in state.split("."))
 
 
 def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +37,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def nested(parts: Mapping[str, Any], empty: Mapping[str, str]) -> dict[str, Any]:
+def state_of(parts: Mapping[str, Any], empty: Mapping[str, str]) -> dict[str, Any]:
     """Return the state that has these parts.
 
     Args:
@@ -37,7 +47,7 @@ def nested(parts: Mapping[str, Any], empty: Mapping[str, str]) -> dict[str, Any]
     everything = {**parts, **{name: deepcopy(EMPTY[kind]) for name, kind in empty.items()}}
     if not any("." in name for name in everything):
         return everything
-    found: dict[str, Any] = nest([(state_path(name), part) for name, part in everything.items()])
+    found: dict[str, Any] = nested([(state_path(name), part) for name, part in everything.items()])
     return found
 
 
@@ -50,3 +60,24 @@ def empty_kind(part: Any) -> str | None:
     """Return the kind of a part that has nothing; None for any other part."""
     pairs = EMPTY.items()
     return next((kind for kind, value in pairs if type(part) is type(value) and not part), None)
+
+
+def nested(leaves: Sequence[tuple[Path, Any]]) -> Any:
+    """Return the nested dicts and lists that have these values at these paths.
+
+    Raises:
+        ValueError: the paths contradict each other, or a list lacks an item.
+    """
+    inner: dict[str | int, list[tuple[Path, Any]]] = {}
+    for path, value in leaves:
+        if not path:
+            if len(leaves) > 1:
+                raise ValueError("a value is in another value that is not a dict or list")
+            return value
+        inner.setdefault(path[0], []).append((path[1:], value))
+    values = {part: nested(rest) for part, rest in inner.items()}
+    if all(isinstance(part, str) for part in values):
+        return values
+    if values.keys() != set(range(len(values))):
+        raise ValueError("a list lacks an item, or a dict has a number for a key")
+    return [values[index] for index in range(len(values))]
