@@ -57,6 +57,13 @@ def peak_anonymous_bytes() -> int:
     return (kib["VmHWM"] - kib["RssFile"]) * 1024
 
 
+def kernel_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has read from drives and written to them."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
 def drop_from_cache(path: Path) -> None:
     """Remove a file, whose content is durable, from the page cache."""
     with path.open("rb") as file:

@@ -30,6 +30,7 @@ from measuring import (
     DirectoryOption,
     JsonOption,
     SmallOption,
+    kernel_bytes,
     peak_anonymous_bytes,
     scratch_folder,
     write_report,
@@ -291,13 +292,6 @@ def load_kernels() -> None:
         parameter.grad = torch.ones_like(parameter)
         groups.append({"params": [parameter], "algorithm": algorithm})
     muon.Muon(groups).step()
-
-
-def kernel_bytes() -> tuple[int, int]:
-    """Return the bytes that this process has read from drives and written to them."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    counts = dict(line.split(": ") for line in lines)
-    return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 @contextlib.contextmanager

@@ -79,13 +79,13 @@ def test_killed_and_resumed(case: str, dtype: torch.dtype, tmp_path: Path) -> No
     ("case", "kind"),
     [
         *itertools.product(CASES, ["flat", "by_parameter", "fsdp"]),
-        *((case, "by_parameter") for case in WHOLE),
+        *itertools.product(WHOLE, ["by_parameter", "replicated"]),
     ],
 )
 def test_two_ranks(
     case: str, dtype: torch.dtype, kind: str, pool: RankPool, tmp_path: Path
 ) -> None:
-    """Tensors that both ranks hold, and shards as of FSDP2."""
+    """Tensors that both ranks hold, as of DDP or of HSDP, and shards as of FSDP2."""
     pool.run(2, "tests.rank_programs.classes:resumed", case, kind, dtype, tmp_path)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import tierstore
 from tests.support.class_training import (
@@ -32,12 +32,13 @@ def resumed(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for last in ends:
         own = full = parameters(dtype, shapes_of(case))
-        if kind == "fsdp":
+        if kind in ("fsdp", "replicated"):
+            placed: list[Placement] = [Shard(0) if kind == "fsdp" else Replicate()]
             own = {
-                name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) if p.ndim else p
+                name: nn.Parameter(distribute_tensor(p.detach(), mesh, placed)) if p.ndim else p
                 for name, p in full.items()
             }
-        options = {} if kind == "fsdp" else {"partition": kind}
+        options = {} if kind in ("fsdp", "replicated") else {"partition": kind}
         with tierstore.TierStore(directory, resume=True, **PAGES) as store:
             optimizer = train(case, own, store, last, full.values(), **options)
             if last == STEPS:

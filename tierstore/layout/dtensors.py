@@ -79,7 +79,8 @@ def placed_as(
     assert spec.tensor_meta is not None
     whole = torch.empty(shape or parameter.shape, dtype=local.dtype, device="meta")
     meta = spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
-    copied = {d for d, size in enumerate(parameter.shape) if size != whole.shape[d]}
+    padded = (*whole.shape, *(0,) * parameter.ndim)  # A free state may have fewer dimensions.
+    copied = {d for d, size in enumerate(parameter.shape) if size != padded[d]}
     placements = tuple(
         Replicate() if getattr(placement, "dim", None) in copied else placement
         for placement in spec.placements
