@@ -204,9 +204,11 @@ def _next_step_overtakes_commit() -> Iterator[None]:
         late[self] = args
 
     def commit_now(self: committer.Committer) -> None:
-        wait(self)
+        if self._pending is not None:
+            self._pending.result()
         if self in late:
             submit(self, *late.pop(self))
+        wait(self)
 
     def claim(self: committer.Committer, page: int) -> str:
         self.wait = lambda: None  # type: ignore[method-assign]
@@ -406,11 +408,11 @@ def _without_one_more(folder: Any, run_id: str, newest: str, keep_last: int, mar
 
 
 def _marked_first(
-    self: Verifier, page_files: Any, publication: Any, folder: Any, child: str
+    self: Verifier, page_files: Any, publication: Any, folder: Any, child: str, *args: Any
 ) -> None:
     publication.settle()
     verification._mark(page_files, folder, child)
-    _verify(self, page_files, publication, folder, child)
+    _verify(self, page_files, publication, folder, child, *args)
 
 
 def _all_ranks_if_any(marker: Any, get: Any) -> set[int]:
@@ -610,9 +612,9 @@ WRITTEN += [
 _wait = Pager._wait
 
 
-def _only_reads(self: Pager, transfers: Any) -> None:
+def _only_reads(self: Pager, *args: Any) -> None:
     with contextlib.suppress(StorageError):
-        _wait(self, transfers)
+        _wait(self, *args)
 
 
 def _ignored(operation: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -681,7 +683,7 @@ UNDER_FAULTS = [
         ),
         (
             "what verification finds is not raised",
-            _patch(Verifier, "wait", lambda self: None),
+            _patch(Verifier, "wait", lambda self, *args: True),
             PUBLISHING,
         ),
     )

@@ -221,7 +221,11 @@ def test_all_mutants_are_in_the_document(by_name: dict[str, Mutant]) -> None:
 @pytest.mark.quick(6)
 @pytest.mark.parametrize(("name", "schedule"), ROWS, ids=[row[0] for row in ROWS])
 def test_mutant_is_killed(name: str, schedule: str, by_name: dict[str, Mutant]) -> None:
-    assert replayed(schedule, by_name[name]) is not None
+    found = replayed(schedule, by_name[name])
+    assert found is not None
+    # By the protocol, and not because the mutant no longer fits the code.
+    assert found.schedule == schedule
+    assert not re.search("TypeError|AttributeError", found.found)
     assert replayed(schedule, by_name[name].unchanged) is None
 
 
