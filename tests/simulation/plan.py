@@ -29,6 +29,7 @@ _LONE_GROUPS: _Groups = (
     (
         ("matrix", (20, 33), torch.bfloat16, False, None),
         ("vector", (30,), torch.float32, False, None),
+        ("factored", (14, 4), torch.float32, False, None),
     ),
     (("table", (34, 40), torch.float32, True, None),),
 )
@@ -39,6 +40,7 @@ _SHARED_GROUPS: _Groups = (
         ("tall", (41, 20), torch.float32, False, None),
         ("half", (11, 7), torch.bfloat16, True, None),
         ("bias", (50,), torch.bfloat16, True, "by_parameter"),
+        ("factored", (14, 4), torch.float32, False, None),
     ),
     (("table", (101, 40), torch.float32, True, None),),
 )
@@ -46,6 +48,11 @@ _SHARED_GROUPS: _Groups = (
 
 def _groups(world_size: int) -> _Groups:
     return _LONE_GROUPS if world_size == 1 else _SHARED_GROUPS
+
+
+def _states(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a parameter's states besides the master; that of "factor" is free."""
+    return {"factor": (shape[0], shape[0])} if name == "factored" else {"momentum": shape}
 
 
 KINDS: tuple[str, ...] = (
@@ -70,8 +77,8 @@ MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
 REWINDING_KINDS: tuple[str, ...] = ("rewind",) * 12
 """Further actions of a run that often goes back to its checkpoints."""
 
-States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""Parameter name -> master and momentum, both float32."""
+States = Mapping[str, Mapping[str, torch.Tensor]]
+"""Parameter name -> state name, "master" among them -> its values, all float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +119,12 @@ def beginning(world_size: int) -> Version:
     """Return what there is before the first step."""
     groups = _groups(world_size)
     states = {
-        name: (_pattern(shape), torch.zeros(shape)) for group in groups for name, shape, *_ in group
+        name: {
+            "master": _pattern(shape),
+            **{state: torch.zeros(sizes) for state, sizes in _states(name, shape).items()},
+        }
+        for group in groups
+        for name, shape, *_ in group
     }
     return Version(
         world_size=world_size,
@@ -138,7 +150,8 @@ class Model:
                 PagedParameter(
                     name=name,
                     tensor=torch.nn.Parameter(_pattern(shape).to(dtype)),
-                    states={"momentum": torch.float32},
+                    states=dict.fromkeys(_states(name, shape), torch.float32),
+                    shapes=_states(name, shape),
                     elementwise=elementwise,
                     partition=partition,
                 )
@@ -170,8 +183,12 @@ class Model:
                 rate = self.groups[page.group].hyperparameters["rate"]
                 for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
                     assert chunk.grad is not None
-                    chunk.states["momentum"].add_(chunk.grad)
-                    chunk.master.sub_(chunk.states["momentum"] * rate)
+                    if "factor" in chunk.states:
+                        chunk.states["factor"].add_(chunk.grad @ chunk.grad.T)
+                        chunk.master.sub_(chunk.grad * rate)
+                    else:
+                        chunk.states["momentum"].add_(chunk.grad)
+                        chunk.master.sub_(chunk.states["momentum"] * rate)
             for group, number in zip(self.groups, gradients, strict=True):
                 for parameter in group.parameters if number is not None else ():
                     count = store.pages.scalars.get(parameter.name, {}).get("count", 0)
@@ -181,10 +198,9 @@ class Model:
         """Do what load_state_dict() does."""
         values: dict[str, dict[str, torch.Tensor]] = {}
         for parameter in (parameter for group in self.groups for parameter in group.parameters):
-            master, momentum = states[parameter.name]
-            values[parameter.name] = {"momentum": momentum}
-            if parameter.tensor.dtype != torch.float32:
-                values[parameter.name]["master"] = master
+            values[parameter.name] = dict(states[parameter.name])
+            if parameter.tensor.dtype == torch.float32:
+                del values[parameter.name]["master"]
         store.pages.write_states(values)
 
     def difference(self, store: TierStore, version: Version, *, restored: bool = True) -> str:
@@ -216,17 +232,18 @@ class Model:
         counts = {name: {"count": count} for name, count in version.counts.items()}
         if store.pages.scalars != counts:
             return f"scalars {store.pages.scalars}, not {counts}"
-        for name, (master, momentum) in version.states.items():
-            states = found[name]
-            for kind, expected in (("master", master), ("momentum", momentum)):
-                if kind in states and not torch.equal(states[kind], expected):
-                    return f"{kind} of {name} {_sample(states[kind])}, not {_sample(expected)}"
+        for name, states in version.states.items():
+            if {"master", *found[name]} != states.keys():
+                return f"states {sorted(found[name])} of {name}, not {sorted(states)}"
+            for state, values in found[name].items():
+                if not torch.equal(values, states[state]):
+                    return f"{state} of {name} {_sample(values)}, not {_sample(states[state])}"
         return self._parameter_difference(version)
 
     def _parameter_difference(self, version: Version) -> str:
         for parameter in (parameter for group in self.groups for parameter in group.parameters):
             name = parameter.name
-            expected = version.states[name][0].to(parameter.tensor.dtype)
+            expected = version.states[name]["master"].to(parameter.tensor.dtype)
             if not torch.equal(parameter.tensor, expected):
                 return f"{name} {_sample(parameter.tensor)}, not {_sample(expected)}"
         return ""
@@ -343,7 +360,8 @@ class Plan:
     def _replace(self) -> None:
         """New states for the same step, and the commit that is to hold them."""
         states = {
-            name: (master, 1 - momentum) for name, (master, momentum) in self._now.states.items()
+            name: {state: of if state == "master" else 1 - of for state, of in states.items()}
+            for name, states in self._now.states.items()
         }
         self.actions.append(Action(kind="replace", value=states, version=len(self.versions) - 1))
         self.versions[-1:] = [self._now, replace(self._now, states=states)]
@@ -362,9 +380,13 @@ def _stepped(version: Version, numbers: Sequence[int | None]) -> Version:
         for name, shape, *_ in group:
             if number is None or name not in states:
                 continue
-            master, momentum = states[name]
-            momentum = momentum + _gradient(shape, number)
-            states[name] = (master - momentum * rate, momentum)
+            before, gradient = states[name], _gradient(shape, number)
+            if "factor" in before:
+                factor = before["factor"] + gradient @ gradient.T
+                states[name] = {"master": before["master"] - gradient * rate, "factor": factor}
+            else:
+                momentum = before["momentum"] + gradient
+                states[name] = {"master": before["master"] - momentum * rate, "momentum": momentum}
             counts[name] = counts.get(name, 0) + 1
     return replace(version, step=version.step + 1, extra=None, states=states, counts=counts)
 

@@ -30,11 +30,9 @@ def check_published(files: Mapping[str, bytes], version: Version) -> None:
     if sizes != {name: described["nbytes"] for name, described in listed.items()}:
         raise AssertionError(f"a published checkpoint has {sizes}, and not what it lists")
     metadata = pickle.loads(files[".metadata"])
-    for name, (master, momentum) in version.states.items():
-        for key, expected in (
-            (f"model.{name}", master),
-            (f"optimizer.state.{name}.momentum", momentum),
-        ):
+    for name, states in version.states.items():
+        for state, expected in states.items():
+            key = f"model.{name}" if state == "master" else f"optimizer.state.{name}.{state}"
             if not torch.equal(_tensor(files, metadata, key), expected):
                 raise AssertionError(f"{key} is not that of step {version.step}")
 

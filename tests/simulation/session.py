@@ -42,7 +42,7 @@ FOLDER = "/checkpoints"
 AGAIN = "again"
 """Name of a checkpoint of the step that a restart has found."""
 
-# Of the files of a small page, which pages of PAGE_BYTES // 2 take as well: seven of them then.
+# Of the files of a small page, which pages of PAGE_BYTES // 2 take as well: eight of them then.
 _FILE_BYTES = 8192
 
 
@@ -59,13 +59,13 @@ STREAMED = (Memory(host_memory=2**20, buffers=2), Memory(host_memory=2**20, buff
 """No page rests in memory, until it is moved there."""
 
 RESTING = (
-    Memory(host_memory=7 * _FILE_BYTES),  # All on the host.
+    Memory(host_memory=8 * _FILE_BYTES),  # All on the host.
     Memory(host_memory=6 * _FILE_BYTES),  # Two of them; four buffers for the others.
     Memory(host_memory=5 * _FILE_BYTES, device_memory=2 * _FILE_BYTES),  # Some in each tier.
-    Memory(host_memory=7 * _FILE_BYTES, device_memory=7 * _FILE_BYTES),  # All on the device.
+    Memory(host_memory=8 * _FILE_BYTES, device_memory=8 * _FILE_BYTES),  # All on the device.
     STREAMED[0],
 )
-"""Limits to draw from for a run whose model has seven pages."""
+"""Limits to draw from for a run whose model has eight pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from tests.simulation.plan import Version
 from tests.simulation.published_reader import check_published
 
-STATES = {"weight": (torch.ones(3), torch.zeros(3))}
+STATES = {"weight": {"master": torch.ones(3), "momentum": torch.zeros(3)}}
 
 
 class Index(NamedTuple):
@@ -27,9 +27,8 @@ class Index(NamedTuple):
 def published(record_of_master: Any = None) -> dict[str, bytes]:
     """Return the files of a checkpoint; ``record_of_master`` changes one record."""
     fqn = "weight"
-    tensors = dict(
-        zip((f"model.{fqn}", f"optimizer.state.{fqn}.momentum"), STATES["weight"], strict=True)
-    )
+    keys = f"model.{fqn}", f"optimizer.state.{fqn}.momentum"
+    tensors = dict(zip(keys, STATES["weight"].values(), strict=True))
     described, stored, data = {}, {}, b""
     for key, tensor in tensors.items():
         file = io.BytesIO()
