@@ -26,7 +26,7 @@ from tierstore.checkpoint import directory, publish, retention, verification
 from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.checkpoint.verification import Verifier
 from tierstore.errors import CorruptionError, StorageError
-from tierstore.paging.page import PageFiles
+from tierstore.paging.page import Page, PageFiles
 from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Sweep
 from tierstore.run import committer, file_names, manifest, opening, page_files, recovery
@@ -550,6 +550,26 @@ WRITTEN.append(
         name="a page moved from memory to memory is read from its file",
         patched=_patch(Pager, "_move_to_memory", resting_faults.read_again),
         settings=MOVING,
+    )
+)
+
+
+_write_page = Pager._write
+
+
+def _without_free_states(self: Pager, page: Page) -> None:
+    """Write zeros in the place of states that do not lie along their parameter."""
+    for (name, _), records in page.layout.records.items():
+        for state in page.parameters[name].spec.free_states:
+            for record in records[state]:
+                record.view(page.memory).zero_()
+    _write_page(self, page)
+
+
+WRITTEN.append(
+    Mutant(
+        name="a page is written without its free states",
+        patched=_patch(Pager, "_write", _without_free_states),
     )
 )
 
