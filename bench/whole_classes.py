@@ -59,7 +59,7 @@ class Plan:
 
 
 PLANS = {
-    "default": Plan(matrices=64, rows=512, columns=384, steps=8),
+    "default": Plan(matrices=32, rows=384, columns=256, steps=8),
     "small": Plan(matrices=32, rows=96, columns=64, steps=2),
 }
 
