@@ -10,7 +10,7 @@ AVERAGE, HEAVY_BALL = "average", "heavy-ball"
 
 MOMENTUM = "momentum_buffer"
 
-_OTHER_MOMENTUM = {"dampening": "SGD", "centered": "RMSprop"}
+_OTHER_MOMENTUM = {"dampening": "SGD", "centered": "RMSprop", "matrix_eps": "Shampoo"}
 """Key of the groups of rules whose momentum_buffer is not Muon's -> the rule."""
 
 RULE = "rule"

@@ -28,9 +28,15 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for key, value in state.items() for name, part in _parts(str(key), value)}
 
 
+def is_key(key: Any) -> bool:
+    """Return whether names of parts tell a key of a dict."""
+    return isinstance(key, str) and "." not in key and not key.isdigit()
+
+
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list) and value:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    is_dict = isinstance(value, dict) and all(map(is_key, value))
+    if (is_dict or isinstance(value, list)) and value:
+        pairs = value.items() if is_dict else enumerate(value)
         for key, inner in pairs:
             yield from _parts(f"{name}.{key}", inner)
     else:

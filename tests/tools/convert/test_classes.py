@@ -1,22 +1,39 @@
-"""Classes of torch.optim go on bit for bit after a conversion of their states and numbers."""
+"""Classes go on bit for bit after a conversion of their states and numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from pytorch_optimizer import Lion
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import muon
 import tierstore
-from tests.support.class_training import CASES, PAGES, case_of, gradient, parameters
+from tests.support.class_training import (
+    CASES,
+    PAGES,
+    WHOLE,
+    case_of,
+    gradient,
+    parameters,
+    shapes_of,
+)
 from tests.support.commands import call
 from tests.support.conversions import no_trace
-from tests.support.small_net import one_group, small_net, train
+from tests.support.small_net import one_group, save, small_net, states_of, train
+from tierstore.layout import subgroups
+from tierstore.tools.convert import dcp as dcp_format
 from tierstore.tools.convert.convert import convert
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
-FIRST, LAST = 6, 12  # One parameter has its first gradient in between.
+ALL = [*CASES, *WHOLE]
+FIRST, LAST = 6, 12  # One parameter has its first gradient in between, after step 8.
 Parameters = dict[str, torch.nn.Parameter]
 
 
@@ -35,7 +52,7 @@ def trained(
 ) -> tuple[Parameters, torch.optim.Optimizer]:
     """The class as it is."""
     cls, options = case_of(case)
-    own = parameters(torch.float32)
+    own = parameters(torch.float32, shapes_of(case))
     optimizer = cls(own.items() if named else own.values(), **options)
     go_on(optimizer, own, 0, last)
     return own, optimizer
@@ -47,21 +64,30 @@ def write(case: str, path: Path, last: int = FIRST, *, named: bool = True) -> No
     torch.save({"model": model, "optimizer": optimizer.state_dict()}, path)
 
 
-def write_run(case: str, path: Path, *, dtype: torch.dtype = torch.float32) -> None:
-    """A run of Paged."""
+def write_run(
+    case: str,
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    last: int = FIRST,
+    published: Path | None = None,
+) -> None:
+    """A run of Paged, and its checkpoint."""
     cls, options = case_of(case)
-    own = parameters(dtype)
+    own = parameters(dtype, shapes_of(case))
     with tierstore.TierStore(path, **PAGES) as store:
         optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
-        for step in range(FIRST):
+        for step in range(last):
             go_on(optimizer, own, step, step + 1)
             store.commit()
+        if published is not None:
+            store.checkpoint(published)
 
 
 def paged(case: str, path: Path, checkpoint: Path | None = None, first: int = FIRST) -> Any:
     """The parameters, and the state dict, of Paged in a run that goes on."""
     cls, options = case_of(case)
-    own = parameters(torch.float32)
+    own = parameters(torch.float32, shapes_of(case))
     with tierstore.TierStore(path, resume=checkpoint is None, **PAGES) as store:
         optimizer = tierstore.Paged(own.items(), cls, store=store, **options)
         optimizer.restore(checkpoint=checkpoint)
@@ -69,11 +95,29 @@ def paged(case: str, path: Path, checkpoint: Path | None = None, first: int = FI
         return own, optimizer.state_dict()
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
 def loaded(case: str, path: Path) -> Any:
-    """The parameters and the optimizer of the class, from a file."""
+    """The parameters and the optimizer of the class, from a file.
+
+    Tensors get the order of memory that the class has, by which products of matrices round.
+    """
     cls, options = case_of(case)
-    own, found = parameters(torch.float32), torch.load(path, weights_only=True)
+    own, found = parameters(torch.float32, shapes_of(case)), torch.load(path, weights_only=True)
     optimizer = cls(own.items(), **options)
+    states = trained(case, FIRST)[1].state_dict()["state"]
+    for number, state in found["optimizer"]["state"].items():
+        like = {key: states[number][key] for key in state}
+        for tensor, other in zip(tensors_in(state), tensors_in(like), strict=True):
+            if tensor.stride() != other.stride():
+                tensor.data = torch.empty_like(other).copy_(tensor)
     optimizer.load_state_dict(found["optimizer"])
     for name, parameter in own.items():
         parameter.data.copy_(found["model"][name])
@@ -81,13 +125,16 @@ def loaded(case: str, path: Path) -> Any:
 
 
 def contents(state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """The states of parameters that have any, with types, as values that can be compared."""
+    """The states of parameters that have any, with dtypes, as values that can be compared."""
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(comparable, value)]
+        is_tensor = isinstance(value, torch.Tensor)
+        return (value.dtype, value.tolist()) if is_tensor else value
+
     return {
-        number: {
-            name: (type(value), str(getattr(value, "dtype", "")), torch.as_tensor(value).tolist())
-            for name, value in state.items()
-            if value is not None
-        }
+        number: {name: comparable(value) for name, value in state.items() if value is not None}
         for number, state in state_dict["state"].items()
         if any(value is not None for value in state.values())
     }
@@ -100,18 +147,19 @@ def require_equal(own: Parameters, state_dict: dict[str, Any], case: str) -> Non
     assert contents(state_dict) == contents(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_a_file_of_the_class(case: str, tmp_path: Path) -> None:
-    write(case, tmp_path / "in.pt")
+    first = 9 if case in WHOLE else FIRST
+    write(case, tmp_path / "in.pt", first)
     for to in ("tierstore", "dcp", "torch"):
         assert convert(tmp_path / "in.pt", tmp_path / to, to=to).lost == []
-    require_equal(*paged(case, tmp_path / "tierstore"), case)
-    require_equal(*paged(case, tmp_path / "run", tmp_path / "dcp"), case)
+    require_equal(*paged(case, tmp_path / "tierstore", first=first), case)
+    require_equal(*paged(case, tmp_path / "run", tmp_path / "dcp", first), case)
     found = torch.load(tmp_path / "torch", weights_only=True)["optimizer"]
-    assert contents(found) == contents(trained(case, FIRST)[1].state_dict())
+    assert contents(found) == contents(trained(case, first)[1].state_dict())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_a_run_of_the_class(case: str, tmp_path: Path) -> None:
     """Directly, over DCP, and over another run."""
     write_run(case, tmp_path / "in")
@@ -123,6 +171,99 @@ def test_a_run_of_the_class(case: str, tmp_path: Path) -> None:
         require_equal(own, optimizer.state_dict(), case)
     require_equal(*paged(case, tmp_path / "tierstore"), case)
     require_equal(*paged(case, tmp_path / "run", tmp_path / "dcp"), case)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("case", WHOLE)
+def test_checkpoints_of_dcp(case: str, tmp_path: Path) -> None:
+    """Of stock DCP, and published."""
+    own, optimizer = trained(case, 9)
+    model = torch.nn.Module()
+    for name, parameter in own.items():
+        model.register_parameter(name, parameter)
+    state, states = states_of(model, optimizer)
+    save({"model": state, "optimizer": states}, tmp_path / "stock")
+    write_run(case, tmp_path / "run", last=9, published=tmp_path / "published")
+    expected = contents(optimizer.state_dict())
+    for source in ("stock", "published"):
+        for to in ("tierstore", "dcp", "torch"):
+            assert convert(tmp_path / source, tmp_path / f"{source} {to}", to=to).lost == []
+            assert to == "torch" or verify(tmp_path / f"{source} {to}").good
+        summary = summarize(tmp_path / f"{source} tierstore")
+        nbytes = sum(t.nbytes for t in tensors_in([state, states["state"]]) if t.ndim)
+        assert sum(parameter.nbytes for parameter in summary.parameters) == nbytes
+        require_equal(*paged(case, tmp_path / f"{source} tierstore", first=9), case)
+        found = torch.load(tmp_path / f"{source} torch", weights_only=True)["optimizer"]
+        assert contents(found) == expected
+    for checkpoint in ("published", "stock dcp", "published dcp"):
+        for tensor in tensors_in([state, states["state"]]):
+            tensor.detach().zero_()
+        dcp.load({"model": state, "optimizer": states}, checkpoint_id=tmp_path / checkpoint)
+        set_optimizer_state_dict(model, optimizer, states)
+        assert contents(optimizer.state_dict()) == expected
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_numbers_keep_their_types(to: str, tmp_path: Path) -> None:
+    write("SOAP", tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out", to=to)
+    convert(tmp_path / "out", tmp_path / "again.pt", to="torch", from_=to)
+    found = torch.load(tmp_path / "again.pt", weights_only=True)["optimizer"]["state"][0]
+    assert [type(found[key]) for key in ("precondition_frequency", "shampoo_beta")] == [int, float]
+
+
+def test_free_states_in_several_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those above 2 GiB are."""
+    for module in (subgroups, dcp_format):
+        monkeypatch.setattr(module, "RECORD_DATA_BYTES_MAX", 10_000)
+    write("SOAP", tmp_path / "in.pt", 9)
+    for source, to in (("in.pt", "tierstore"), ("tierstore", "dcp"), ("dcp", "torch")):
+        convert(tmp_path / source, tmp_path / to, to=to)
+        assert to == "torch" or verify(tmp_path / to).good
+    found = torch.load(tmp_path / "torch", weights_only=True)["optimizer"]
+    assert contents(found) == contents(trained("SOAP", 9)[1].state_dict())
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("case", WHOLE)
+def test_states_of_a_parameter_without_steps(case: str, tmp_path: Path) -> None:
+    """Those of others do not tell their shapes; the class does."""
+    write(case, tmp_path / "in.pt")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="'p2' was never"):
+        convert(tmp_path / "in.pt", tmp_path / "out", to="tierstore")
+    convert(tmp_path / "in.pt", tmp_path / "out", to="dcp")
+    require_equal(*paged(case, tmp_path / "run", tmp_path / "out"), case)
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_a_class_of_another_package(elementwise: bool, tmp_path: Path) -> None:
+    """A run tells whether pages cut parameters; a file does not."""
+
+    def make(store: tierstore.TierStore | None = None) -> tuple[Parameters, tierstore.Paged]:
+        own = parameters(torch.float32)
+        options = {"elementwise": elementwise, "weight_decay": 0.1}
+        return own, tierstore.Paged(own.items(), Lion, store=store, **options)
+
+    expected, optimizer = make()
+    go_on(optimizer, expected, 0, LAST)
+    with tierstore.TierStore(tmp_path / "in", **PAGES) as store:
+        own, optimizer = make(store)
+        go_on(optimizer, own, 0, FIRST)
+        store.commit()
+    convert(tmp_path / "in", tmp_path / "again", to="tierstore")
+    with tierstore.TierStore(tmp_path / "again", resume=True) as store:
+        own, optimizer = make(store)
+        optimizer.restore()
+        go_on(optimizer, own, FIRST, LAST)
+        assert all(torch.equal(own[name], parameter) for name, parameter in expected.items())
+    convert(tmp_path / "in", tmp_path / "in.pt", to="torch")
+    with (
+        no_trace(tmp_path),
+        pytest.raises(
+            tierstore.CheckpointError, match=r"\['exp_avg'\] of 'p0' do not tell .* --to dcp"
+        ),
+    ):
+        convert(tmp_path / "in.pt", tmp_path / "out", to="tierstore")
 
 
 @pytest.mark.parametrize("case", ["RMSprop-centered", "SGD-momentum"])

@@ -12,6 +12,7 @@ from torch import nn
 import muon
 import tierstore
 from tests.rank_programs.checkpoints import EXTRA, Job
+from tests.store.test_state_shapes import Rule, expected, require_states
 from tests.support.conversions import no_trace
 from tests.support.kept import commit_with, kept_by, unwanted
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp, tensors_in
@@ -182,3 +183,48 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         for name, problem in (("weights", "has no optimizer"), ("optimizer", "no weight of")):
             with pytest.raises(tierstore.CheckpointError, match=problem):
                 convert(tmp_path / f"{name}.pt", tmp_path / "run", to="tierstore")
+
+
+def test_a_rule_with_states_of_any_shape(tmp_path: Path) -> None:
+    rule = Rule(tmp_path / "in")
+    rule.step(1)
+    rule.store.commit()
+    rule.store.close()
+    for source, to in (("in", "tierstore"), ("tierstore", "dcp"), ("dcp", "torch")):
+        assert convert(tmp_path / source, tmp_path / to, to=to).lost == []
+    assert verify(tmp_path / "tierstore").good
+    for path, checkpoint in (("tierstore", None), ("new", tmp_path / "dcp")):
+        other = Rule(tmp_path / path, resume=checkpoint is None)
+        other.store.restore(checkpoint)
+        require_states(other, 1)
+        other.store.close()
+    state = torch.load(tmp_path / "torch", weights_only=True)["optimizer"]["state"][1]
+    assert_equal(
+        {key: state[key] for key in ("whole", "number")},
+        {key: expected(1)[key] for key in ("whole", "number")},
+    )
+    first, second, third = state["factors"]
+    assert_equal([first, second], [expected(1)[f"factors.{number}"] for number in range(2)])
+    assert (third, state["by_name"]["none"]) == ([], None)
+    assert_equal(state["by_name"]["deep"][0]["steps"], expected(1)["by_name.deep.0.steps"])
+
+
+def test_a_stack_of_matrices(tmp_path: Path) -> None:
+    """Pages cut it between matrices."""
+
+    def make(run: str, *, resume: bool) -> tuple[nn.Parameter, muon.Muon]:
+        stack = nn.Parameter(torch.ones(3, 6, 8))
+        group = {"params": [("w", stack)], "algorithm": "muon", "matrices": (("stack",),)}
+        store = tierstore.TierStore(tmp_path / run, resume=resume)
+        return stack, muon.Muon([group], store=store)
+
+    stack, optimizer = make("in", resume=False)
+    stack.grad = torch.randn(3, 6, 8)
+    optimizer.step()
+    optimizer.store.commit()
+    optimizer.store.close()
+    convert(tmp_path / "in", tmp_path / "again", to="tierstore")
+    other, optimizer = make("again", resume=True)
+    assert optimizer.restore() == 1
+    assert torch.equal(other, stack)
+    optimizer.store.close()

@@ -247,6 +247,39 @@ def test_numbers_in_states_keep_their_value(to: str, tmp_path: Path) -> None:
     assert isinstance(found["step"], torch.Tensor)
 
 
+ODD_STATES: dict[str, tuple[dict[Any, Any], dict[str, Any]]] = {
+    "a dict of numbers": ({"by": {0: torch.ones(2)}}, {}),
+    "keys that look like places": ({"by": {"0": torch.ones(2)}, "a.b": torch.ones(2)}, {}),
+    "a number for a name": ({5: torch.ones(2)}, {}),
+    "a tuple": ({"by": (torch.ones(2),)}, {}),
+    "dicts": ({"by": {"a": {"b": 2}, "c": []}}, {"by": {"a": {"b": 2}, "c": []}}),
+    "a list of numbers": ({"by": [1, 2.5, [None]]}, {"by": [1, 2.5, [None]]}),
+}
+
+
+@pytest.mark.parametrize("name", ODD_STATES)
+def test_dicts_and_lists_in_states_are_the_same_or_lost(name: str, tmp_path: Path) -> None:
+    given, expected = ODD_STATES[name]
+    torch.save(file_of({"exp_avg": torch.ones(3), **given}), tmp_path / "in.pt")
+    for source, to in (("in.pt", "torch"), ("in.pt", "dcp"), ("dcp", "again")):
+        to_format = "torch" if to == "again" else to
+        conversion = convert(tmp_path / source, tmp_path / to, to=to_format)
+        assert bool(conversion.lost) == (source == "in.pt" and not expected)
+    for file in ("torch", "again"):
+        found = torch.load(tmp_path / file, weights_only=True)["optimizer"]["state"][0]
+        assert found.pop("exp_avg").equal(torch.ones(3))
+        assert found == expected
+
+
+def test_dcp_has_no_empty_dict(tmp_path: Path) -> None:
+    torch.save(file_of({"exp_avg": torch.ones(3), "by": {"a": {}}}), tmp_path / "in.pt")
+    [lost] = convert(tmp_path / "in.pt", tmp_path / "out", to="dcp").lost
+    assert "by.a of 'w' is not carried: DCP has no empty dicts" in lost
+    assert convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch").lost == []
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["state"][0]
+    assert found["by"] == {"a": {}}
+
+
 def test_files_of_different_steps_are_refused(tmp_path: Path) -> None:
     for step, name in ((3, "a"), (4, "b")):
         ours = {"step": step, "extra": "null"}

@@ -12,9 +12,10 @@ import torch
 
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.checkpoint.saved_values import as_number
+from tierstore.checkpoint.stored_paths import MOMENTS
 from tierstore.errors import CheckpointError
 from tierstore.layout.encodings import MASTER, REMAINDER
-from tierstore.layout.other_rules import AVERAGE
+from tierstore.layout.other_rules import AVERAGE, other_rule
 from tierstore.layout.parameters import STEPPED, dtype_name, refuse_codes
 from tierstore.run.manifest import are_states
 from tierstore.tools.convert.entries import BUFFER, Entry
@@ -58,14 +59,16 @@ class Contents:
     """True if names may have prefixes of wrappers, which merge() leaves out."""
     entries: Sequence[Entry] = ()
     groups: Sequence[Group] = ()
-    scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Parameter -> name -> number of its optimizer state, such as "step"."""
+    scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Parameter -> name -> number of its optimizer state, such as "step", or value of EMPTY."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Name -> value of the model that is not a tensor, such as extra state."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further name of a tied tensor of the model -> the name of its entry."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Parameter -> its dtype in the model, where the master has another."""
+    cuts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Parameter -> ``elementwise`` and ``unit`` of PagedParameter, if the source tells."""
     order: Mapping[str, Shape] | None = None
     """Parameter -> shape in the order of the model, if the source tells the order. A source with
     an order and no entries has precedence."""
@@ -162,6 +165,7 @@ def _renamed(contents: Contents, model: Names, optimizer: Names, order: Names) -
         values=renamed(contents.values, model),
         aliases={model[alias]: model[name] for alias, name in contents.aliases.items()},
         dtypes=renamed(contents.dtypes, model),
+        cuts=renamed(contents.cuts, model),
         order=None if contents.order is None else renamed(contents.order, order),
     )
 
@@ -215,6 +219,7 @@ def merge(
         values=_joined("value", [source.values for source in sources]),
         aliases=_joined("name", [source.aliases for source in sources]),
         dtypes=_joined("dtype", [source.dtypes for source in sources]),
+        cuts=_joined("cut", [source.cuts for source in sources]),
         step=next(iter(steps), None),
         extra=extra,
         notes=list(chain.from_iterable(source.notes for source in sources)),
@@ -231,10 +236,13 @@ def require_numbers(contents: Contents) -> None:
     Raises:
         CheckpointError: names the first.
     """
+    weights = contents.weights
     for entry in contents.entries:
+        weight = weights.get(entry.parameter, entry)
         is_weight = entry.state == MASTER
         # Without groups, what is not of floats may be a buffer.
         is_other = is_weight and not contents.groups and not entry.dtype.is_floating_point
+        is_other |= entry.shape != weight.shape and entry.state not in MOMENTS
         if entry.state == BUFFER or is_other or entry.dtype.is_complex or _is_encoded(entry):
             continue
         state = "weight" if is_weight else entry.state
@@ -262,6 +270,8 @@ def with_counts(contents: Contents, *, of_group: bool) -> Contents:
     scalars, groups, taken = dict(contents.scalars), contents.grouped, set[str]()
     for name in moments:
         if STEP in scalars.get(name, {}) or name not in groups:
+            continue
+        if other_rule(groups[name].hyperparameters) is not None:  # Which knows where its count is.
             continue
         count = as_number(groups[name].hyperparameters.get(STEP))
         if count is None:

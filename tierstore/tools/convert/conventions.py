@@ -11,6 +11,7 @@ import torch
 
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.other_rules import (
     AVERAGE,
     HEAVY_BALL,
@@ -25,6 +26,7 @@ from tierstore.optim.classes import is_of_torch
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import Entry
 
+_OF_ADAM = {"exp_avg", "exp_avg_sq"}
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 """Name of a state of Moonlight or Motif -> that of torch.optim."""
 _ERROR_BITS = "error_bits"
@@ -192,11 +194,14 @@ def require_own_rules(contents: Contents) -> list[str]:
     states: dict[str, set[str]] = defaultdict(set)
     for entry in contents.entries:
         states[entry.parameter].add(entry.state)
+    for name, parts in contents.scalars.items():  # Parts of lists, which may have nothing.
+        states[name] |= {part for part in parts if "." in part}
     unsure = []
     for group in contents.groups:
-        found = set().union(*(states[name] for name in group.parameters))
-        is_adamw = found >= {"exp_avg", "exp_avg_sq"}
-        if not (is_adamw or MOMENTUM in found):
+        found = set().union(*(states[name] for name in group.parameters)) - {MASTER}
+        is_adamw = found >= _OF_ADAM and found <= {*_OF_ADAM, "max_exp_avg_sq"}
+        is_muon = MOMENTUM in found and other_momentum(group.hyperparameters) is None
+        if not (is_adamw or is_muon):  # Pages of AdamW and Muon have other states.
             continue
         where = f"the param group of {group.parameters[0]!r}"
         try:

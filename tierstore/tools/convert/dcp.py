@@ -11,7 +11,7 @@ import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from tierstore.checkpoint.dcp_writer import (
     model_path,
     state_paths,
 )
+from tierstore.checkpoint.saved_values import parameter_of
 from tierstore.checkpoint.stored_paths import MODELS, TRAINER, Paths, at_top, path_text
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
@@ -47,7 +48,7 @@ from tierstore.layout.records import (
     record_prefix,
     record_trailer,
 )
-from tierstore.layout.state_parts import nested
+from tierstore.layout.state_parts import empty_kind, is_key, nested, parts_of
 from tierstore.run import tagged_json
 from tierstore.run.file_names import CONVERSION_NAME, METADATA_NAME
 from tierstore.run.sealed import body_errors, seal, unseal
@@ -243,27 +244,49 @@ def stored_entry(entries: StoredEntries, key: str, name: str, state: str) -> Ent
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a state."""
+
+    key: str
+
+
 def _optimizer_states(
     entries: StoredEntries, paths: Paths
-) -> tuple[list[Entry], dict[str, dict[str, float]], list[str]]:
-    """Return the tensors and numbers in the state of the optimizer, and what is not carried."""
-    states: list[Entry] = []
-    scalars: dict[str, dict[str, float]] = defaultdict(dict)
+) -> tuple[list[Entry], dict[str, dict[str, Any]], list[str]]:
+    """Return the tensors and other parts of the state of the optimizer, and what is not carried."""
+    leaves: dict[str, list[tuple[EntryPath, Any]]] = defaultdict(list)
     lost = []
     for key, path in paths.items():
         if not path_text(path).startswith("optimizer.state."):
             continue
-        name, _, state = path_text(path).removeprefix("optimizer.state.").rpartition(".")
-        if len(path) == 4:
-            name, state = str(path[2]), str(path[3])
-        if entries.tensor(key) is not None and state not in NUMBERS:
-            states.append(stored_entry(entries, key, name, RENAMED.get(state, state)))
+        name = parameter_of(path_text(path), path)
+        inner = path[3:] if path[:2] == ("optimizer", "state") else ()
+        inner = inner or (path_text(path).rpartition(".")[2],)
+        if not is_key(inner[0]):
+            lost.append(f"{inner[0]!r} of {name!r} is not carried: no name of a state")
             continue
-        value = entries.value(key)
-        if isinstance(value, torch.Tensor | int | float):
-            scalars[name][state] = float(value)
-        else:
-            lost.append(f"{state} of {name!r}, a {type(value).__name__}, is not carried")
+        is_value = entries.tensor(key) is None or path_text(inner) in NUMBERS
+        leaves[name].append((inner, entries.value(key) if is_value else _Stored(key)))
+    states: list[Entry] = []
+    scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, found in leaves.items():
+        try:
+            parts = parts_of(nested(found))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{entries.path}: the paths of the state of {name!r} do not make nested dicts and "
+                "lists"
+            ) from error
+        for state, part in parts.items():
+            if isinstance(part, _Stored):
+                states.append(stored_entry(entries, part.key, name, RENAMED.get(state, state)))
+            elif isinstance(part, torch.Tensor) and part.numel() == 1:
+                scalars[name][state] = part.item()
+            elif isinstance(part, int | float) or (empty_kind(part) and state not in NUMBERS):
+                scalars[name][state] = part
+            else:
+                lost.append(f"{state} of {name!r}, a {type(part).__name__}, is not carried")
     return states, scalars, lost
 
 
@@ -349,7 +372,12 @@ class Writer:
 
     def __init__(self, contents: Contents, options: Options) -> None:
         self.entries: Sequence[Entry] = contents.cast_weights(options.dtype)
-        self.lost: Sequence[str] = ()
+        self.lost: Sequence[str] = [
+            f"{part} of {name!r} is not carried: DCP has no empty dicts"
+            for name, parts in contents.scalars.items()
+            for part, value in parts.items()
+            if empty_kind(value) == "dict"
+        ]
         self._contents = contents
         self._dtypes = (
             {}
@@ -420,8 +448,12 @@ class Writer:
             if not entry.nbytes:
                 empty = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
                 catalog.add_value(self._paths(entry), empty, ("empty", entry.key))
-        for name, scalars in contents.scalars.items():
-            catalog.add_rest(name, scalars)
+        tensors: dict[str, list[str]] = defaultdict(list)
+        for entry in self.entries:
+            if entry.state not in (MASTER, BUFFER):
+                tensors[entry.parameter].append(entry.state)
+        for name, parts in contents.scalars.items():
+            catalog.add_rest(name, parts, tensors[name])
         add_hyperparameters(
             catalog, [(group.parameters, group.hyperparameters) for group in contents.groups]
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from tierstore.layout.encodings import whole_blocks
 from tierstore.layout.other_rules import RULE
 from tierstore.layout.page_layout import Record
 from tierstore.layout.parameters import ParameterSpec
+from tierstore.layout.state_parts import EMPTY
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
@@ -307,6 +309,13 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         {key: value for key, value in tagged_json.decode(saved).items() if key != RULE}
         for saved in first.manifest.hyperparameters
     ]
+    parts = {
+        spec.name: {
+            **first.scalars.get(spec.name, {}),
+            **{state: copy(EMPTY[kind]) for state, kind in spec.empty},
+        }
+        for spec in specs
+    }
     committed = committed_step([commit.manifest for _, commit, _ in found], rank=0, world_size=1)
     return Contents(
         source="tierstore",
@@ -315,8 +324,11 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
             Group(hyperparameters=values, parameters=[names[spec.name] for spec in group])
             for values, group in zip(hyperparameters, first.groups, strict=True)
         ],
-        scalars={names[name]: values for name, values in first.scalars.items() if name in names},
+        scalars={names[name]: values for name, values in parts.items() if values},
         dtypes={names[spec.name]: spec.dtype for spec in specs if not spec.owns_master},
+        cuts={
+            names[spec.name]: {"elementwise": spec.elementwise, "unit": spec.unit} for spec in specs
+        },
         step=first.manifest.step,
         extra=committed.states or None,
         lost=[

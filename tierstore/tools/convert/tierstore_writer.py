@@ -12,23 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tierstore.checkpoint.saved_values import as_number
+from tierstore.checkpoint.stored_paths import MOMENTS
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.other_rules import MOMENTUM, other_momentum
 from tierstore.layout.ownership import SharedParameter, partition_ranks
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout, Record, lay_out
-from tierstore.layout.parameters import STEPPED, ParameterSpec, dtype_name, master_dtype
-from tierstore.layout.records import (
-    RECORD_DIMENSIONS_MAX,
-    RECORD_DTYPES,
-    record_prefix,
-    record_trailer,
-)
+from tierstore.layout.parameters import STEPPED, PagedParameter, ParameterSpec, master_dtype
+from tierstore.layout.records import record_prefix, record_trailer
 from tierstore.layout.sharding import whole_on
+from tierstore.layout.state_parts import empty_kind
 from tierstore.optim.classes import initial_value
 from tierstore.run import tagged_json
 from tierstore.run.checksums import block_checksum
@@ -44,13 +43,14 @@ from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars
 from tierstore.run.sealed import checksum_of
 from tierstore.storage.paths import begin_write_back
-from tierstore.tools.convert.contents import STEP, Contents
+from tierstore.tools.convert.contents import STEP, Contents, Group
 from tierstore.tools.convert.entries import BUFFER, Entry, Read, flat_start
 from tierstore.tools.convert.options import Options
 from tierstore.tools.convert.pipeline import Piece, bytes_of
 
 _PAGE_BYTES = 64 * 2**20
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_OF_ADAFACTOR = "beta2_decay"  # A key of groups of torch.optim.Adafactor.
+_ADVICE = "Convert with --to dcp: restore(checkpoint=DST) begins a run with it"
 
 
 class Writer:
@@ -74,21 +74,26 @@ class Writer:
         for entry in contents.entries:
             if entry.state != BUFFER:
                 by_parameter[entry.parameter].append(entry)
-        self._contents = _with_initial_states(contents, by_parameter)
+        cuts: dict[str, Mapping[str, Any]] = {}
+        for group in contents.groups:
+            cuts |= _cuts(contents, group, by_parameter)
+        self._contents = _with_initial_states(contents, by_parameter, cuts)
         self.entries: Sequence[Entry] = []
         self._groups: list[list[ParameterSpec]] = []
         for group in contents.groups:
             specs = []
             dtypes = {n: options.dtype or contents.dtypes.get(n) for n in group.parameters}
-            momentum_dtype = _common_momentum_dtype(by_parameter, dtypes)
+            is_muon = _is_muon(group, by_parameter)
+            momentum_dtype = _common_momentum_dtype(by_parameter, dtypes) if is_muon else None
             for name, dtype in dtypes.items():
-                is_muon = other_momentum(group.hyperparameters) is None
-                spec, entries = _paged(
-                    name, by_parameter[name], dtype, momentum_dtype, is_muon=is_muon
-                )
-                specs.append(spec)
+                keeps = is_muon or name in contents.cuts
+                entries = _of_pages(name, by_parameter[name], dtype, momentum_dtype, keeps=keeps)
+                parts = self._contents.scalars.get(name, {})
+                empty = {state: kind for state, part in parts.items() if (kind := empty_kind(part))}
+                specs.append(_spec(entries, dtype, empty, cuts[name]))
                 self.entries += entries
-            _require_same_states(specs)
+            if is_muon or all(spec.elementwise for spec in specs):
+                _require_same_states(specs)
             self._groups.append(specs)
         self._layouts = _lay_out(self._groups)
         self.nbytes = sum(layout.nbytes for layout in self._layouts) + 2**20
@@ -117,7 +122,11 @@ class Writer:
         identity = RunIdentity(run_id=run_id, rank=0, world_size=1, page_bytes=_PAGE_BYTES)
         layout = RankLayout.from_pages(self._groups, self._layouts).to_bytes()
         names = [[spec.name for spec in specs] for specs in self._groups]
-        scalars = {name: values for name, values in self._contents.scalars.items() if values}
+        scalars = {
+            name: numbers
+            for name, parts in self._contents.scalars.items()
+            if (numbers := {n: float(v) for n, v in parts.items() if empty_kind(v) is None})
+        }
         manifest = Manifest(
             run_id=run_id,
             attempt=secrets.token_hex(8),
@@ -146,42 +155,111 @@ class Writer:
         (folder / CLEAN_NAME).write_bytes(json.dumps(mark).encode())
 
     def _step(self) -> int:
-        """Return the step of the source, else the largest step count of a parameter."""
-        if self._contents.step is not None:
-            return self._contents.step
-        counts = (values.get("step", 0.0) for values in self._contents.scalars.values())
-        return int(max(counts, default=0.0))
+        """Return the step of the source, else the largest step count."""
+        contents = self._contents
+        if contents.step is not None:
+            return contents.step
+        groups = (group.hyperparameters for group in contents.groups)
+        counts = (as_number(of.get(STEP)) for of in (*contents.scalars.values(), *groups))
+        return int(max((count for count in counts if count is not None), default=0.0))
 
 
-def _with_initial_states(contents: Contents, by_parameter: Mapping[str, list[Entry]]) -> Contents:
+def _states(
+    names: Sequence[str], by_parameter: Mapping[str, list[Entry]]
+) -> dict[str, list[Entry]]:
+    """Return parameter -> its states, without the master."""
+    return {name: [e for e in by_parameter[name] if e.state != MASTER] for name in names}
+
+
+def _is_muon(group: Group, by_parameter: Mapping[str, list[Entry]]) -> bool:
+    """Return whether a group has Muon's momentum."""
+    entries = (entry for name in group.parameters for entry in by_parameter[name])
+    is_there = any(entry.state == MOMENTUM for entry in entries)
+    return is_there and other_momentum(group.hyperparameters) is None
+
+
+def _cuts(
+    contents: Contents, group: Group, by_parameter: Mapping[str, list[Entry]]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return parameter of a group -> how pages cut it, as Contents.cuts has it.
+
+    Raises:
+        CheckpointError: nothing tells.
+    """
+    if contents.cuts.keys() >= {*group.parameters}:
+        return contents.cuts
+    states, names = _states(group.parameters, by_parameter), set[str]()
+    is_whole = _is_muon(group, by_parameter) or _OF_ADAFACTOR in group.hyperparameters
+    for name, found in states.items():
+        shape = next((entry.shape for entry in by_parameter[name] if entry.state == MASTER), None)
+        parts = contents.scalars.get(name, {}).items()
+        empty = {part for part, value in parts if empty_kind(value) is not None}
+        names |= {entry.state for entry in found} | empty
+        is_whole |= any(entry.shape != shape for entry in found)
+        for entry in found:
+            if entry.shape == () and shape:
+                raise CheckpointError(
+                    f"{entry.state} of {name!r} is a tensor of shape [], which may be a state or a "
+                    f"number of a commit. {_ADVICE}"
+                )
+    is_whole |= any("." in state for state in names)
+    # No class of torch.optim has exp_avg alone.
+    if not is_whole and (names == {"exp_avg"} or not names <= MOMENTS):
+        raise CheckpointError(
+            f"the states {sorted(names)} of {group.parameters[0]!r} do not tell whether their rule "
+            f"steps each element by itself, which pages depend on. {_ADVICE}"
+        )
+    return {name: {"elementwise": not is_whole} for name in group.parameters}
+
+
+def _with_initial_states(
+    contents: Contents,
+    by_parameter: Mapping[str, list[Entry]],
+    cuts: Mapping[str, Mapping[str, Any]],
+) -> Contents:
     """Add initial states of parameters that never had a gradient, and so have none.
 
     Args:
         contents: what is written.
         by_parameter: the entries of each parameter, to which these are added.
+        cuts: parameter -> how pages cut it.
 
     Returns:
         The contents, with a step count of 0 where the others of the group have one, and STEPPED
         for parameters of SGD.
+
+    Raises:
+        CheckpointError: the states of other parameters do not tell the shapes.
     """
     scalars = dict(contents.scalars)
     for group in contents.groups:
-        states = {n: [e for e in by_parameter[n] if e.state != MASTER] for n in group.parameters}
-        stepped = next((name for name, found in states.items() if found), "")
+        states = _states(group.parameters, by_parameter)
+        stepped = next((n for n, found in states.items() if found), "")
+        stepped = stepped or next((n for n in states if scalars.get(n)), "")
         initial = functools.partial(initial_value, group=group.hyperparameters)
         is_sgd = other_momentum(group.hyperparameters) is not None
+        is_muon = _is_muon(group, by_parameter)
         for name, found in states.items():
-            if stepped and not found:
+            if stepped and not found and (states[stepped] or not scalars.get(name)):
+                if not cuts[name]["elementwise"] and not is_muon:
+                    raise CheckpointError(
+                        f"parameter {name!r} was never stepped, and the states of others do not "
+                        f"tell the shapes of its states. {_ADVICE}"
+                    )
                 shape = next((e.shape for e in by_parameter[name]), None)
                 by_parameter[name] += [
                     replace(entry, parameter=name, shape=shape, read=_reader(initial(entry.state)))
                     for entry in states[stepped]
                     if shape is not None
                 ]
-                scalars[name] = {key: initial(key) for key in scalars.get(stepped, {})}
+                scalars[name] = {
+                    key: initial(key) if empty_kind(part) is None else part
+                    for key, part in scalars.get(stepped, {}).items()
+                }
             numbers = scalars.get(name, {})
             if STEP not in numbers and is_sgd:
-                scalars[name] = {STEPPED: float(bool(found)), **numbers}
+                was_stepped = bool(found or contents.scalars.get(name))
+                scalars[name] = {STEPPED: float(was_stepped), **numbers}
     return replace(contents, scalars=scalars)
 
 
@@ -216,65 +294,68 @@ def _common_momentum_dtype(
     return None if is_own or len(found) < 2 else functools.reduce(torch.promote_types, found)
 
 
-def _paged(
+def _of_pages(
     name: str,
     entries: Sequence[Entry],
     dtype: torch.dtype | None,
     momentum_dtype: torch.dtype | None,
     *,
-    is_muon: bool,
-) -> tuple[ParameterSpec, list[Entry]]:
-    """Return the spec of a parameter, and its entries with the dtypes of a page.
+    keeps: bool,
+) -> list[Entry]:
+    """Return the master and states of a parameter with the dtypes of a page.
 
     Args:
         name: of the parameter.
         entries: its master and states.
         dtype: of the parameter; None: that of its master.
         momentum_dtype: see _common_momentum_dtype().
-        is_muon: whether momentum, if there is any, is Muon's, and keeps its dtype.
+        keeps: whether states keep their dtypes, as Muon's do, but for momentum_dtype.
     """
     found = {entry.state: entry for entry in entries}
     master = found.pop(MASTER, None)
     if master is None:
         raise CheckpointError(f"the source has no weight of parameter {name!r}: name it as well")
-    dtype = dtype or master.dtype
-    is_muon = is_muon and MOMENTUM in found
-    if dtype not in _DTYPES or len(master.shape) > RECORD_DIMENSIONS_MAX:
-        raise CheckpointError(
-            f"parameter {name!r} is {dtype_name(dtype)} {list(master.shape)}, which cannot be paged"
-        )
-    # Other states of Muon may have an element for each row.
-    rows = (*master.shape[:-1], min(1, *master.shape[-1:])) if is_muon else None
-    shapes = []
-    paged = [master.cast(master_dtype(dtype))]
+    paged = [master.cast(master_dtype(dtype or master.dtype))]
     for state, entry in found.items():
         wide = torch.promote_types(entry.dtype, torch.float32)
         narrow = entry.dtype.is_floating_point and entry.dtype != wide
-        if is_muon and momentum_dtype is not None and state == MOMENTUM:
+        if momentum_dtype is not None and state == MOMENTUM:
             entry = entry.cast(momentum_dtype)
-        elif narrow and not is_muon:
+        elif narrow and not keeps:
             entry = entry.cast(wide)
         paged.append(entry)
-        if state != MOMENTUM and entry.shape == rows != master.shape:
-            shapes.append((state, entry.shape))
-        elif (
-            entry.shape != master.shape
-            or not state.isidentifier()
-            or entry.dtype not in RECORD_DTYPES
-        ):
-            raise CheckpointError(
-                f"{state} of {name!r} is {dtype_name(entry.dtype)} {list(entry.shape)}: a run "
-                f"holds states of the shape of their parameter, {list(master.shape)}"
-            )
-    spec = ParameterSpec(
-        name=name,
-        shape=master.shape,
-        dtype=dtype,
-        states=tuple((entry.state, entry.dtype) for entry in paged[1:]),
-        elementwise=not is_muon,
-        shapes=tuple(shapes),
-    )
-    return spec, paged
+    return paged
+
+
+def _spec(
+    entries: Sequence[Entry],
+    dtype: torch.dtype | None,
+    empty: Mapping[str, str],
+    cut: Mapping[str, Any],
+) -> ParameterSpec:
+    """Return a parameter as pages have it.
+
+    Args:
+        entries: its master, then its states.
+        dtype: of the parameter; None: that of its master.
+        empty: name -> kind of the parts of the state that have nothing.
+        cut: how pages cut it.
+
+    Raises:
+        CheckpointError: pages do not hold such a parameter or state.
+    """
+    master, *states = entries
+    try:
+        return PagedParameter(
+            name=master.parameter,
+            tensor=torch.empty((), dtype=dtype or master.dtype, device="cpu").expand(master.shape),
+            states={entry.state: entry.dtype for entry in states},
+            shapes={entry.state: entry.shape for entry in states},
+            empty=empty,
+            **cut,
+        ).spec
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _require_same_states(specs: Sequence[ParameterSpec]) -> None:
@@ -296,6 +377,13 @@ def _lay_out(groups: Sequence[Sequence[ParameterSpec]]) -> list[PageLayout]:
         ]
         subgroups = partition_ranks(number, parameters, _PAGE_BYTES, 1)
         layouts += [lay_out(subgroup.of(0)) for subgroup in subgroups]
+    records = (r for layout in layouts for section in layout.sections for r in section.records)
+    for record in records:
+        if record.is_copy:
+            raise CheckpointError(
+                f"pages cut {record.parameter.name!r}, and have copies of its {record.state!r}, "
+                f"which are not written here. {_ADVICE}"
+            )
     return layouts
 
 
@@ -322,7 +410,6 @@ class _Pages:
                     file.write(record_prefix(sizes, dtype))
                     file.seek(record.data_offset + record.data_nbytes)
                     file.write(record_trailer(sizes, dtype))
-                    assert not record.is_copy  # No row of a matrix is cut on one rank.
                     shape = record.parameter.state_shape(record.state)
                     start = flat_start(shape, record.chunk)
                     key = record.parameter.name, record.state

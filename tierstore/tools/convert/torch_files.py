@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from tierstore.layout.chunks import Chunk, is_dense, storage_order
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
 from tierstore.layout.records import RECORD_DTYPES
+from tierstore.layout.state_parts import empty_kind, is_key, parts_of
 from tierstore.run import tagged_json
 from tierstore.run.sealed import body_errors, is_count, require
 from tierstore.tools.convert.contents import Contents, Group, Unnamed
@@ -234,7 +236,7 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
     """Return groups and states of their parameters, given the names of these."""
     entries: list[Entry] = []
     found: list[Group] = []
-    scalars: dict[str, dict[str, float]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
     lost: list[str] = []
     for stored, members in zip(groups, names, strict=True):
         file = stored.file
@@ -249,22 +251,26 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
         flags = {name: state["use_muon"] for name, state in states.items() if "use_muon" in state}
         found += standard_groups(group, list(states), states, flags)
         for name, values in states.items():
-            numbers = {}
-            for key, value in values.items():
+            numbers: dict[str, Any] = {}
+            for key in itertools.filterfalse(is_key, values):
+                lost.append(f"{key!r} of {name!r} is not carried: no name of a state")
+            for key, value in parts_of({k: v for k, v in values.items() if is_key(k)}).items():
                 if key in NUMBERS and isinstance(value, StoredTensor):
                     numbers[key] = _number(file, key, value)
                 elif isinstance(value, StoredTensor):
-                    entries.append(tensor_entry(file, name, str(RENAMED.get(key, key)), value))
+                    entries.append(tensor_entry(file, name, RENAMED.get(key, key), value))
                 elif isinstance(value, int | float) and key != "use_muon":
-                    numbers[str(key)] = _number(file, key, value)
-                elif value is not None and key != "use_muon":
+                    numbers[key] = _number(file, key, value)
+                elif empty_kind(value) is not None and key not in NUMBERS:
+                    numbers[key] = value
+                elif key != "use_muon":
                     lost.append(f"{key!r} of {name!r} is not carried: neither tensor nor number")
             if numbers:
                 scalars[name] = numbers
     return Contents(source="torch", entries=entries, groups=found, scalars=scalars, lost=lost)
 
 
-def _number(file: StoredFile, key: str, value: Any) -> float:
+def _number(file: StoredFile, key: str, value: Any) -> int | float:
     """Return a number in the state of a parameter.
 
     Raises:
@@ -273,9 +279,10 @@ def _number(file: StoredFile, key: str, value: Any) -> float:
     if isinstance(value, StoredTensor):
         is_one = math.prod(value.shape) == 1 and not value.dtype.is_complex
         value = _small(file, value).item() if is_one else math.nan
+    number: int | float = value
     try:
-        number = float(value)
-        if key != "step" or math.isfinite(number):
+        is_finite = math.isfinite(float(number))
+        if key != "step" or is_finite:
             return number
     except OverflowError:  # An int that is larger than any float.
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from tierstore.checkpoint.dcp_writer import portable, state_number
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import STEPPED
+from tierstore.layout.state_parts import state_of
 from tierstore.run import tagged_json
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import BUFFER, Entry
@@ -61,13 +62,13 @@ class Writer:
         if weights or contents.values:
             state["model"] = OrderedDict({**weights, **contents.values})
         if contents.groups:
-            states: dict[str, dict[str, Any]] = {
-                name: {k: state_number(k, number) for k, number in numbers.items() if k != STEPPED}
-                for name, numbers in contents.scalars.items()
-            }
+            parts: dict[str, dict[str, Any]] = defaultdict(dict)
             for entry in self.entries:
                 if entry.state not in (MASTER, BUFFER):
-                    states.setdefault(entry.parameter, {})[entry.state] = tensors[entry.key]
+                    parts[entry.parameter][entry.state] = tensors[entry.key]
+            for name, of in contents.scalars.items():  # After tensors, whose order layouts have.
+                parts[name] |= {k: state_number(k, part) for k, part in of.items() if k != STEPPED}
+            states = {name: state_of(own, {}) for name, own in parts.items()}
             state["optimizer"] = _state_dict(contents.groups, states)
             algorithms = [group.hyperparameters.get("algorithm") for group in contents.groups]
             if len(set(algorithms)) > 1:
