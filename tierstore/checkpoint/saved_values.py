@@ -123,11 +123,14 @@ class StockValues:
         """Keys of groups that scalar() has found the scalars of parameters under."""
 
     def step(self, counts: Sequence[float]) -> int:
-        """Return the largest step count of any parameter; 0 if there is no step count.
+        """Return the largest step count of any parameter or group; 0 if there is no step count.
 
         Raises:
             CheckpointError: the number cannot be a step.
         """
+        if not counts:  # The class counts in its groups, as SOAP does.
+            of_groups = (as_number(self.hyperparameters(n).get("step")) for n in self._stepped)
+            counts = [count for count in of_groups if count is not None]
         step = max(counts, default=0.0)
         if not 0 <= step < 2**63:
             raise CheckpointError(f"{self._entries.path} has the step {step}")
