@@ -290,8 +290,11 @@ def test_a_run_of_another_class_with_the_same_states_is_refused(
 
 
 def test_fused_kernels_step_tensors_in_another_order_of_memory() -> None:
-    """They read memory as it lies: a parameter in channels_last has its states in rows here."""
-    random = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    """They read memory as it lies: a parameter in channels_last has its states in rows here.
+
+    Its elements are a multiple of what a vector register holds: others are rounded otherwise.
+    """
+    random = torch.randn(4, 3, 8, 4).contiguous(memory_format=torch.channels_last)
     own, other = (nn.Parameter(random.clone()) for _ in range(2))
     paged = tierstore.Paged([own], torch.optim.AdamW, fused=True, lr=0.1)
     stock = torch.optim.AdamW([other], fused=True, lr=0.1)
