@@ -99,7 +99,7 @@ def test_two_ranks_killed_and_resumed(
         ranks = [
             _processes.Process(
                 target=classes.train_and_die,
-                args=(rank, tmp_path / f"world-{last}", case, dtype, tmp_path / "run", last),
+                args=(rank, 2, tmp_path / f"world-{last}", case, dtype, tmp_path / "run", last),
             )
             for rank in range(2)
         ]
