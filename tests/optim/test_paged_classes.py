@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierstore
@@ -87,6 +88,17 @@ def test_two_ranks(
 ) -> None:
     """Tensors that both ranks hold, as of DDP or of HSDP, and shards as of FSDP2."""
     pool.run(2, "tests.rank_programs.classes:resumed", case, kind, dtype, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["SOAP", "Shampoo"])
+def test_a_square_parameter_costs_as_much_as_one_nearly_square(case: str) -> None:
+    """Its factors have its shape, and count with their cubes."""
+    cls, options = case_of(case)
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((40, 40), (40, 41))]
+    [group] = tierstore.Paged(params, cls, **options).paged_groups()
+    square, other = (parameter.cost or 0 for parameter in group.parameters)
+    assert other > 2 * 40**3
+    assert 0.9 * other < square < other
 
 
 @pytest.mark.quick(2)

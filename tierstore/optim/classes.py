@@ -62,7 +62,8 @@ class Kept:
     states: Mapping[str, torch.dtype]
     """Name -> dtype of the tensors."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Name -> shape of the tensors that have another shape than the parameter."""
+    """Name -> shape of the tensors that have another shape than the parameter, or would have it for
+    other sizes: a factor of a square parameter may have its shape."""
     empty: Mapping[str, str]
     """Name -> kind of the parts that have nothing."""
     kinds: Mapping[str, torch.dtype | type]
@@ -231,7 +232,8 @@ def _kept(
             kinds[name] = value.dtype if isinstance(value, torch.Tensor) else type(value)
         elif isinstance(value, torch.Tensor):
             states[name] = value.dtype
-            if tuple(value.shape) != tuple(shape):
+            is_other = small is not None and name in small.shapes
+            if is_other or tuple(value.shape) != tuple(shape):
                 shapes[name] = tuple(value.shape)
             if not value.is_contiguous():
                 orders[name] = tuple(storage_order(value.shape, value.stride()))
