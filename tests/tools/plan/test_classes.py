@@ -13,7 +13,7 @@ from torch import nn
 import tierstore
 from tests.support.class_training import CASES, case_of
 from tests.tools.plan.test_footprint import page_file_bytes
-from tests.tools.plan.test_rates import exactly
+from tests.tools.plan.test_rates import exactly, measured
 from tierstore.errors import PlanError
 from tierstore.optim.classes import ELEMENTWISE
 from tierstore.tools.plan.classes import ClassPlan
@@ -82,7 +82,7 @@ def test_time_is_measured_for_the_class_and_goes_by_bytes() -> None:
     """22 bytes of an element are measured in bfloat16; momentum adds 8."""
     rates = assumed_rates(None, on_gpu=False)
     numel, name = model_from_module(module()).parameter_count, "torch.optim.RMSprop"
-    rate = OptimizerRate("torch", "cpu", name, (1, 1, numel), "bfloat16", exactly(22.0))
+    rate = OptimizerRate("torch", "cpu", name, (2, 1, numel), "bfloat16", exactly(22.0))
     probed = replace(rates, measured=[rate])
     for options, expected in (({}, 22), ({"momentum": 0.9}, 30)):
         time = planned(name, probed, **options).time
@@ -91,6 +91,17 @@ def test_time_is_measured_for_the_class_and_goes_by_bytes() -> None:
     text = "memory of the optimizer at 20 GB/s: the probe lacks 'torch'"
     assert text in planned(name, other).rates.assumed
     assert text not in planned(name, probed).rates.assumed
+
+
+def test_what_is_measured_gives_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.tools.plan.classes._SIZES", (64, 256))
+    rates = [
+        OptimizerRate("torch", "cpu", work, shape, dtype, exactly(min(seconds)))
+        for (work, shape, dtype), seconds in ClassPlan().rates(torch.device("cpu"))
+    ]
+    found = planned("torch.optim.SGD", measured(*rates))
+    assert found.time.lanes["compute"] > 0
+    assert {one.algorithm for one in found.beside} == {*ClassPlan.algorithms}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class ClassPlan:
         """Measure steps of each class in memory, for parameters in float32 and in bfloat16.
 
         Yields:
-            The work, whose shape is (states, 1, elements), and the seconds of each round.
+            The work, whose shape is (tensors of pages, 1, elements), and the seconds of each round.
         """
         kinds = product(self.algorithms, (torch.float32, torch.bfloat16), _SIZES)
         for algorithm, dtype, numel in kinds:
@@ -47,7 +47,7 @@ class ClassPlan:
             [spec] = [p.spec for group in optimizer.paged_groups() for p in group.parameters]
             optimizer.step()  # Creates the states.
             yield (
-                (algorithm, (len(spec.states), 1, numel), dtype_name(dtype)),
+                (algorithm, (len(spec.stored), 1, numel), dtype_name(dtype)),
                 [_seconds(optimizer, device) for _ in range(_ROUNDS)],
             )
 
@@ -59,8 +59,8 @@ class ClassPlan:
 
         These are gradient, parameter, master and states.
         """
-        _, (states, *shape), dtype = work
-        of_pages = 2 * (1 + states) * master_dtype(DTYPES[dtype]).itemsize
+        _, (tensors, *shape), dtype = work
+        of_pages = 2 * tensors * master_dtype(DTYPES[dtype]).itemsize
         return 0.0, float(math.prod(shape) * (of_pages + 3 * DTYPES[dtype].itemsize))
 
     def plan(
@@ -115,7 +115,7 @@ class PlannedClass:
                 for shard in subgroup.shards:
                     start, stop = shard.ranges[rank]
                     dtype = shard.spec.dtype
-                    numels[len(shard.spec.states), dtype_name(dtype)] += stop - start
+                    numels[len(shard.spec.stored), dtype_name(dtype)] += stop - start
                     nbytes += master_dtype(dtype).itemsize * (stop - start)
                 works = {
                     (self._algorithm, (n, 1, size), d): 1 for (n, d), size in numels.items() if size
