@@ -59,7 +59,7 @@ class Plan:
 
 
 PLANS = {
-    "default": Plan(matrices=32, rows=384, columns=256, steps=8),
+    "default": Plan(matrices=32, rows=768, columns=512, steps=4),
     "small": Plan(matrices=32, rows=96, columns=64, steps=2),
 }
 
