@@ -149,11 +149,6 @@ class ParameterSpec:
         tensor = self._by_name.get(name)
         return chunk if tensor is None else tensor.chunk(chunk)  # An encoded state has its shape.
 
-    def is_copy(self, name: str, chunk: Chunk) -> bool:
-        """Return whether another chunk has the first copy of these elements."""
-        tensor = self._by_name.get(name)
-        return tensor is not None and tensor.is_copy(chunk)
-
     def rectangle(self, shape: tuple[int, ...]) -> ParameterSpec:
         """Return the spec of a rectangle of the parameter."""
         if shape == self.shape:
