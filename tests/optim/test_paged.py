@@ -308,6 +308,35 @@ def test_fused_kernels_step_tensors_in_another_order_of_memory() -> None:
     assert torch.equal(state["exp_avg"], expected["exp_avg"])
 
 
+class Exchanging(torch.optim.SGD):
+    """Exchanges its two states in each step, and keeps a part of one in a third."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(now=torch.zeros_like(p), before=torch.zeros_like(p))
+                state["now"], state["before"] = state["before"], state["now"]
+                state["now"].copy_(p.grad)
+                state["rows"] = state["before"][:, :1]
+                p.sub_(state["now"] - state["before"] + state["rows"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_states_that_are_exchanged(on_disk: bool, tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path, **PAGES) as store:
+        paged, stock, step = twins(Exchanging, store if on_disk else None)
+        for number in range(1, 8):
+            step(number)
+        for index, states in stock.state_dict()["state"].items():
+            for state, value in states.items():
+                assert torch.equal(paged.state_dict()["state"][index][state], value), (index, state)
+
+
 class Accumulating(torch.optim.SGD):
     """Counts every second step, has a state that is None, and an option that is a dtype."""
 

@@ -138,21 +138,33 @@ class ClassSteps:
                         f"{row.name!r} that depends on more than steps and hyperparameters, so it "
                         "cannot be in pages"
                     )
-            for key, view in row.states.items():
-                value, target = state[key], row.in_page.get(key, view)
-                if value is target:
-                    continue
-                if (value.shape, value.dtype) != (view.shape, view.dtype):
-                    raise ValueError(
-                        f"{type(self._optimizer).__name__} changes {key!r} of {row.name!r} from "
-                        f"{dtype_name(view.dtype)} {list(view.shape)} to "
-                        f"{dtype_name(value.dtype)} {list(value.shape)}: pages are laid out before"
-                    )
-                assign(target, value)  # Created in this step, or replaced, or a copy.
+            self._keep_states(row, state)
         for master, copy in copies:
             master.copy_(copy)
         for whole, parts in apart:
             torch.unbind_copy(whole, out=parts)
+
+    def _keep_states(self, row: _Row, state: Mapping[str, Any]) -> None:
+        """Copy the tensors of a state to the page, but for the views of it.
+
+        They were created in this step, or replaced, or are copies of what is in the page.
+        """
+        replaced = []
+        for key, view in row.states.items():
+            value, target = state[key], row.in_page.get(key, view)
+            if value is target:
+                continue
+            if (value.shape, value.dtype) != (view.shape, view.dtype):
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} changes {key!r} of {row.name!r} from "
+                    f"{dtype_name(view.dtype)} {list(view.shape)} to "
+                    f"{dtype_name(value.dtype)} {list(value.shape)}: pages are laid out before"
+                )
+            # A class may exchange two tensors, so that each is to be written over the other.
+            overlaps = value is not view and _storage(value) in map(_storage, row.states.values())
+            replaced.append((target, value.clone() if overlaps else value))
+        for target, value in replaced:
+            assign(target, value)
 
     def _step(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
         """Step tensors as the parameters of the group; return the state of each afterwards."""
@@ -209,6 +221,10 @@ class ClassSteps:
         if key not in self._kept:
             self._kept[key] = self._kept_for(tensor)
         return self._kept[key]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _as_created(state: AnyState, order: tuple[int, ...] | None) -> torch.Tensor:
