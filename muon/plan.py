@@ -121,6 +121,9 @@ class PlannedMuon:
         on_gpu: whether steps are computed on a GPU.
     """
 
+    whole = False
+    """Ranks may hold parts of parameters: matrices are gathered."""
+
     def __init__(
         self,
         groups: Iterable[Mapping[str, Any]],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +63,28 @@ def train_and_die(
     store = tierstore.TierStore(directory, resume=True, **PAGES)
     train(case, parameters(dtype, shapes_of(case)), store, last, partition="by_parameter")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def measure(
+    algorithm: str,
+    model: nn.Module,
+    directory: Path,
+    store_options: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[tierstore.Stats, tierstore.Stats]:
+    """Return the counters before and after the second step of a class on pages."""
+    module, _, name = algorithm.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    with tierstore.TierStore(directory, **store_options) as store:
+        optimizer = tierstore.Paged(model.named_parameters(), cls, store=store, **options)
+        counters = []
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            store.synchronize()
+            counters.append(store.stats())
+    return counters[0], counters[1]
 
 
 def step_whole() -> None:

@@ -156,6 +156,30 @@ def test_a_class_of_torch_on_pages(small: Path, tmp_path: Path) -> None:
     assert lines[-1] == f"optimizer = {paged}"
 
 
+def test_a_class_of_a_package(small: Path, tmp_path: Path) -> None:
+    calls, page = tmp_path / "calls.py", tmp_path / "plan.html"
+    chosen = ("--algorithm", "pytorch_optimizer.SOAP", "--set", "precondition_frequency=10")
+    outputs = ("--emit-config", calls, "--html", page)
+    code, out, _ = call("plan", small, *DRIVES, *chosen, *outputs)
+    assert code == 0
+    assert calls.read_text().splitlines()[:3] == [
+        "import pytorch_optimizer",
+        "import tierstore",
+        "",
+    ]
+    steps = [line for line in out.splitlines() if line.startswith(("step:", "drives:"))]
+    assert steps[0].startswith("drives: at most ")
+    assert steps[1].endswith(" steps")  # Without days.
+    assert steps[2].startswith("step: at least ")
+    assert "without the computation of the optimizer, which is not known" in steps[2]
+    assert "paging is free" not in out
+    text = page.read_text()
+    assert ">A step takes at least " in text
+    assert "Paging is free" not in text
+    code, _, err = call("plan", small, *DRIVES, "--algorithm", "absent_package.Lion")
+    assert (code, "absent_package.Lion cannot be imported" in err) == (2, True)
+
+
 def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> None:
     calls = tmp_path / "calls.py"
     options = ("--store-memory", "1MiB", "--buffers", "3", "--page-bytes", "8KiB")

@@ -74,7 +74,7 @@ def plan(
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(help="muon, adamw, or a class for Paged, as torch.optim.Adam."),
+        typer.Option(help="muon, adamw, or a class of optimizers, as torch.optim.Adam."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -386,8 +386,9 @@ def _lines(found: Plan) -> Iterator[str]:
     yield ""
     yield from _step_lines(found)
     yield ""
-    yield _free_line(found)
-    yield ""
+    if found.is_timed:
+        yield _free_line(found)
+        yield ""
     yield from table(
         {
             "beside": lambda one: one.algorithm,
@@ -409,9 +410,10 @@ def _wear_lines(found: Plan) -> Iterator[str]:
     if wear is None:
         yield "drives: wear is unknown, name them with --drives"
         return
+    most = "" if found.is_timed else "at most "
     yield (
-        f"drives: {format_bytes(round(wear.bytes_per_day))} written a day in each node, "
-        f"{wear.drive_writes_per_day:.3g} drive writes per day"
+        f"drives: {most}{format_bytes(round(wear.bytes_per_day))} written a day in each node, "
+        f"{most}{wear.drive_writes_per_day:.3g} drive writes per day"
     )
     steps = found.steps_allowed
     if steps is None:
@@ -420,7 +422,8 @@ def _wear_lines(found: Plan) -> Iterator[str]:
         yield "drives: nothing is written to them"
     else:
         share = f"{100 * job.endurance:g}% of their rated life"
-        yield f"drives: {share} is used after {steps:,.0f} steps, {days_text(found.days)}"
+        days = f", {days_text(found.days)}" if found.is_timed else ""
+        yield f"drives: {share} is used after {steps:,.0f} steps{days}"
     if not found.lasts:
         run = "no step is left" if job.steps is None else f"the run has {job.steps:,} steps"
         yield (
@@ -455,10 +458,16 @@ def _memory_lines(found: Plan) -> Iterator[str]:
 
 def _step_lines(found: Plan) -> Iterator[str]:
     time = found.time
-    yield (
-        f"step: {seconds_text(time.seconds)}, of which paging and commits add "
-        f"{seconds_text(time.exposed_s)}; busy longest: {found.bottleneck}"
-    )
+    if found.is_timed:
+        yield (
+            f"step: {seconds_text(time.seconds)}, of which paging and commits add "
+            f"{seconds_text(time.exposed_s)}; busy longest: {found.bottleneck}"
+        )
+    else:
+        yield (
+            f"step: at least {seconds_text(time.seconds)}, without the computation of the "
+            "optimizer, which is not known"
+        )
     if found.model_s is None:
         yield "step: without forward and backward, pass --tokens and --tflops, or --model-seconds"
     longest = max(time.seconds, *time.lanes.values(), 0.0)

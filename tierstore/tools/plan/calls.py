@@ -34,6 +34,9 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
         imports.add(f"import {package}")
     if "torch." in found.call:
         imports.add("import torch")
+    module = found.algorithm.rpartition(".")[0]
+    if module not in ("", "torch.optim"):
+        imports.add(f"import {module}")
     return "\n".join([*sorted(imports), "", *lines]) + "\n"
 
 

@@ -76,14 +76,17 @@ def html_of(found: Plan) -> str:
         f"{short_text(found.model.parameter_count)} parameters, optimizer {found.algorithm}, "
         f"{job.describe()}, {job.partition if job.world_size > 1 else 'one rank'}"
     )
-    drawn = curves(found)
+    if found.is_timed:
+        drawn = curves(found)
+        steps = [_step(found, drawn), _free(found, drawn)]
+    else:
+        steps = [_transfers(found)]
     body = "\n".join(
         [
             f"<header><h1>{title}</h1>{_paragraph(about)}</header>",
             _drives(found),
             _memory(found),
-            _step(found, drawn),
-            _free(found, drawn),
+            *steps,
             _beside(found),
             _assumed(found),
         ]
@@ -112,19 +115,24 @@ def _drives(found: Plan) -> str:
     elif math.isinf(steps):
         heading, text = "The drives last for ever", "The run writes nothing to them."
     else:
-        heading = f"The drives last {days_text(found.days)}"
+        lasting = days_text(found.days) if found.is_timed else f"{steps:,.0f} steps"
+        heading = f"The drives last {lasting}"
         text = f"{share} is used after {steps:,.0f} steps."
         if job.wear:
             text += f" {100 * job.wear:g}% is used already."
     if not found.lasts:
-        heading = f"The drives are worn out after {days_text(found.days)}, before the run ends"
+        heading = "The drives are worn out before the run ends"
+        if found.is_timed:
+            heading = f"The drives are worn out after {days_text(found.days)}, before the run ends"
         text += (
             f" The run has {job.steps:,} steps. Write less (a larger commit_every, more pages in "
             "memory), or take more drives or drives with more endurance."
         )
+    most = "" if found.is_timed else "at most "
+    written = f"{most}{format_bytes(round(wear.bytes_per_day))} a day"
     rows = [
-        ("written to the drives of a node", f"{format_bytes(round(wear.bytes_per_day))} a day"),
-        ("drive writes per day", f"{wear.drive_writes_per_day:.3g}"),
+        ("written to the drives of a node", written),
+        ("drive writes per day", f"{most}{wear.drive_writes_per_day:.3g}"),
     ]
     if job.drives is not None:
         rows.append(("drives of a node", str(job.drives.count)))
@@ -217,6 +225,13 @@ def _step(found: Plan, drawn: Curves) -> str:
         )
         pictures += _figure(picture, caption)
     return _section(f"A step takes {seconds_text(time.seconds)}", words, pictures)
+
+
+def _transfers(found: Plan) -> str:
+    text = "The computation of the optimizer is left out: no probe measures it."
+    busy = [(name, seconds_text(value)) for name, value in found.busy.items() if value]
+    heading = f"A step takes at least {seconds_text(found.time.seconds)}"
+    return _section(heading, _paragraph(text) + _table(("resource", "works"), busy))
 
 
 def _free(found: Plan, drawn: Curves) -> str:

@@ -23,6 +23,10 @@ from tierstore.units import format_bytes
 FREE = 0.02
 """Paging counts as free if it makes a step longer by at most this share."""
 
+_CLASSES = "torch"
+"""The optimizer that takes any class, as "module.Class", besides its algorithms."""
+_COMPUTATION = "the optimizer's computation"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -39,7 +43,8 @@ class Beside:
     """The same model and machine under another algorithm of the optimizer."""
 
     algorithm: str
-    step_s: float
+    step_s: float | None
+    """None if the optimizer's computation is not known."""
     state_bytes: int
     """Of all ranks."""
     written_bytes: float
@@ -66,12 +71,16 @@ class Plan:
     formula: StepFormula
     """The step for any time of forward and backward."""
     time: StepTime
+    is_timed: bool
+    """False if the optimizer's computation is not known, which then takes no time in ``formula``:
+    a step takes at least this time, and drives are written at most as much in a day."""
     model_s: float | None
     """Seconds of forward and backward; None if the job does not say, and the step has none."""
     busy: Mapping[str, float]
     """Resource -> seconds of a step that it works, the busiest first."""
     free_model_s: float | None
-    """Shortest forward and backward beside which paging is free; None if it never is."""
+    """Shortest forward and backward beside which paging is free; None if it never is, or if that
+    is not known."""
     changes: Sequence[Change]
     remedy: str | None
     """The nearest change with which the job fits; None if it fits, or if none of those tried does.
@@ -93,7 +102,7 @@ class Plan:
     @property
     def days(self) -> float | None:
         """Days until the allowed share of the endurance is used; None if not known."""
-        return _days_allowed(self.job, self.wear, self.time)
+        return _days_allowed(self.job, self.wear, self.time) if self.is_timed else None
 
     @property
     def bottleneck(self) -> str:
@@ -124,7 +133,8 @@ def plan(
         job: the job.
         rates: of its machines.
         optimizer: name of an installed optimizer; None: the one that has the algorithm, or "muon".
-        algorithm: one of those that the optimizer names; None: its usual one.
+        algorithm: one of those that the optimizer names, or a class for Paged, as "module.Class";
+            None: the usual one.
         nvme_bytes: bytes of the drives of a node, if the job does not name the drives.
 
     Raises:
@@ -132,10 +142,11 @@ def plan(
         BudgetError: the host memory of the stores is too small for the pages.
     """
     installed = load_optimizers()
+    is_class = algorithm is not None and "." in algorithm
     if optimizer is None:
         # Classes of other packages may have no such names.
         having = (n for n, one in installed.items() if algorithm in getattr(one, "algorithms", ()))
-        optimizer = next(having, "muon")
+        optimizer = next(having, _CLASSES if is_class else "muon")
     if optimizer not in installed:
         raise PlanError(
             f"no optimizer {optimizer!r} is installed, expected is one of "
@@ -146,17 +157,25 @@ def plan(
             f"memory of the optimizer at {rates.memory / 1e9:g} GB/s: the probe lacks {optimizer!r}"
         )
         rates = replace(rates, assumed=(*rates.assumed, text))
-    planner = _Planner(model, installed[optimizer], rates, nvme_bytes)
-    chosen = algorithm or planner.optimizer.algorithms[0]
-    if chosen not in planner.optimizer.algorithms:
+    algorithms = installed[optimizer].algorithms
+    chosen = algorithm or algorithms[0]
+    is_timed = chosen in algorithms
+    if not is_timed and not (is_class and optimizer == _CLASSES):
         raise PlanError(
             f"the optimizer {optimizer!r} has no algorithm {chosen!r}, expected is one of "
-            f"{', '.join(map(repr, planner.optimizer.algorithms))}, or a class of torch.optim "
-            "that pages can have, such as 'torch.optim.Adam'"
+            f"{', '.join(map(repr, algorithms))}, or a class of optimizers that pages can have, "
+            "such as 'torch.optim.Adam'"
         )
+    if not is_timed:
+        text = f"the computation of {chosen} is left out: no probe measures it"
+        rates = replace(rates, assumed=(*rates.assumed, text))
+    planner = _Planner(model, installed[optimizer], rates, nvme_bytes)
     ranks, call = planner.lay_out(job, chosen)
     formula = formula_of(ranks, rates)
     time, wear = planner.time(ranks, formula)
+    busy = _busy(time)
+    if not is_timed:
+        del busy[_COMPUTATION]
     needs = planner.needs(ranks)
     model_s = job.compute_s(model.parameter_count)
     fits = all(need.fits for need in needs)
@@ -172,12 +191,17 @@ def plan(
         needs=needs,
         formula=formula,
         time=time,
+        is_timed=is_timed,
         model_s=model_s,
-        busy=_busy(time),
-        free_model_s=_free_model_s(formula),
-        changes=list(planner.changes(job, chosen)),
+        busy=busy,
+        free_model_s=_free_model_s(formula) if is_timed else None,
+        changes=list(planner.changes(job, chosen)) if is_timed else [],
         remedy=None if fits else planner.remedy(job, chosen, needs),
-        beside=[one for each in planner.optimizer.algorithms if (one := planner.beside(job, each))],
+        beside=[
+            one
+            for each in dict.fromkeys([*algorithms, chosen])
+            if (one := planner.beside(job, each))
+        ],
     )
 
 
@@ -331,12 +355,13 @@ class _Planner:
         except (BudgetError, PlanError):
             return None
         time, wear = self.time(ranks)
+        is_timed = algorithm in self.optimizer.algorithms
         return Beside(
             algorithm=algorithm,
-            step_s=time.seconds,
+            step_s=time.seconds if is_timed else None,
             state_bytes=round(ranks.total("state_bytes")),
             written_bytes=ranks.total("mean_written_bytes"),
-            days=_days_allowed(job, wear, time),
+            days=_days_allowed(job, wear, time) if is_timed else None,
         )
 
 
@@ -375,7 +400,7 @@ def _busy(time: StepTime) -> dict[str, float]:
     busy = {
         "the model": lanes["model"],
         "the drives": max(lanes["read"], lanes["write"]) + lanes["commit"],
-        "the optimizer's computation": lanes["compute"],
+        _COMPUTATION: lanes["compute"],
         "checksums": max(lanes["check"], lanes["seal"]),
         "PCIe": max(lanes["copy in"], lanes["copy out"]),
         "the network": lanes["gather"] + lanes["scatter"] + lanes["spread"],
@@ -406,6 +431,10 @@ def _free_model_s(formula: StepFormula) -> float | None:
 def to_plain(found: Plan) -> dict[str, Any]:
     """Return a plan as values of JSON; bytes and seconds as numbers."""
     footprint = found.ranks.classes[0].footprint
+
+    def known(value: Any) -> Any:
+        return value if found.is_timed else None
+
     return {
         "model": found.model.name,
         "parameters": found.model.parameter_count,
@@ -418,8 +447,8 @@ def to_plain(found: Plan) -> dict[str, Any]:
         "wear": None
         if found.wear is None
         else {
-            "bytes_per_day": found.wear.bytes_per_day,
-            "drive_writes_per_day": found.wear.drive_writes_per_day,
+            "bytes_per_day": known(found.wear.bytes_per_day),
+            "drive_writes_per_day": known(found.wear.drive_writes_per_day),
             "steps": _number(found.steps_allowed),
             "days": _number(found.days),
         },
@@ -449,11 +478,11 @@ def to_plain(found: Plan) -> dict[str, Any]:
             "step_written_bytes": footprint.mean_written_bytes,
         },
         "step": {
-            "seconds": found.time.seconds,
-            "resident_seconds": found.time.resident_s,
-            "exposed_seconds": found.time.exposed_s,
+            "seconds": known(found.time.seconds),
+            "resident_seconds": known(found.time.resident_s),
+            "exposed_seconds": known(found.time.exposed_s),
             "model_seconds": found.model_s,
-            "bottleneck": found.bottleneck,
+            "bottleneck": known(found.bottleneck),
             "busy_seconds": dict(found.busy),
             "lane_seconds": dict(found.time.lanes),
         },

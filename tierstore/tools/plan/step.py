@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from tierstore.errors import PlanError
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.paging.page import checksum_threads
 from tierstore.paging.replication import bytes_in_flight
@@ -75,10 +78,11 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
 
     Raises:
         BudgetError: the host memory of the store is too small.
-        PlanError: the partition is unknown.
+        PlanError: the partition is unknown, or cuts parameters that must be whole.
         ValueError: the optimizer refuses its memory.
     """
     size = job.world_size
+    _require_whole(job, planned)
     shared = [
         [
             shared_parameter(parameter, job.holding(parameter.spec.shape))
@@ -88,17 +92,18 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
     ]
     subgroups = subgroups_of(shared, job.store, size)
     members: dict[tuple[int, ...], list[int]] = {}
+    shards = [shard for subgroup in subgroups for shard in subgroup.shards]
     by_rank = zip(
-        *(
-            [stop - start for start, stop in shard.ranges]
-            for subgroup in subgroups
-            for shard in subgroup.shards
-        ),
-        strict=True,
+        *([stop - start for start, stop in shard.ranges] for shard in shards), strict=True
     )
     for rank, numels in enumerate(by_rank):
         members.setdefault(numels, []).append(rank)
-    largest = sorted(members.items(), key=lambda item: (-sum(item[0]), item[1][0]))[:_CLASSES_MAX]
+    densities = [shard.spec.nbytes / math.prod(shard.spec.shape) for shard in shards]
+
+    def by_state(item: tuple[tuple[int, ...], list[int]]) -> tuple[float, int]:
+        return -sum(map(operator.mul, item[0], densities)), item[1][0]
+
+    largest = sorted(members.items(), key=by_state)[:_CLASSES_MAX]
     ranks = [found[0] for _, found in largest]
     works, matrix_bytes = planned.works(subgroups, ranks, size)
     classes = []
@@ -124,6 +129,19 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
         classes=classes,
         matrix_bytes=matrix_bytes,
     )
+
+
+def _require_whole(job: Job, planned: PlannedOptimizer) -> None:
+    """Refuse parts of parameters if the optimizer needs whole ones."""
+    for group in planned.groups if planned.whole else ():
+        for parameter in group.parameters:
+            holding, shape = job.holding(parameter.spec.shape), parameter.spec.shape
+            if holding.local_shape(shape, holding.ranks[0]) != shape:
+                raise PlanError(
+                    f"the optimizer sees whole parameters, and the partition {job.partition!r} "
+                    f"cuts {parameter.name!r}: plan with 'ddp'. If it steps each element by "
+                    "itself, pass elementwise=True"
+                )
 
 
 def messages_of(subgroup: SharedSubgroup, rank: int) -> Counter[int]:

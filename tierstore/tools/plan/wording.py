@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 
-def seconds_text(value: float) -> str:
+def seconds_text(value: float | None) -> str:
     """Return seconds with three digits: ``"77.8 s"``, ``"1,288 s"``, ``"12.5 ms"``."""
+    if value is None:
+        return "unknown"
     if value < 1e-6:
         return "0 s"
     if value >= 99.95:

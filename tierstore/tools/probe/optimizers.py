@@ -34,6 +34,9 @@ class PlannedOptimizer(Protocol):
     call: str
     """Python code that makes the optimizer of ``model`` on ``store``."""
 
+    whole: bool
+    """True if ranks must hold whole parameters, as those of DDP do."""
+
     def works(
         self, subgroups: Sequence[SharedSubgroup], ranks: Sequence[int], world_size: int
     ) -> tuple[list[list[PageWorks]], int]:
@@ -47,7 +50,8 @@ class OptimizerPlan(Protocol):
     """What an entry point of the group names: a class without arguments."""
 
     algorithms: Sequence[str]
-    """Names of the ways in which a model can be optimized, the usual one first."""
+    """Names of the ways in which a model can be optimized, the usual one first. Their works are
+    measured; those of others that ``plan()`` takes are not known."""
 
     narrower: Sequence[tuple[str, Mapping[str, Any]]]
     """Options that may keep states in fewer bytes, each with a description."""
