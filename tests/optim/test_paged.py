@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import ScalableShampoo
+from pytorch_optimizer import AliG, ScalableShampoo
+from pytorch_optimizer.base.exception import NoClosureError
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -306,6 +307,12 @@ def test_fused_kernels_step_tensors_in_another_order_of_memory() -> None:
     assert torch.equal(own, other)
     state, expected = paged.state_dict()["state"][0], stock.state_dict()["state"][0]
     assert torch.equal(state["exp_avg"], expected["exp_avg"])
+
+
+def test_an_error_of_the_class_says_where_it_was() -> None:
+    with pytest.raises(NoClosureError) as raised:
+        tierstore.Paged([("w", nn.Parameter(torch.ones(4, 4)))], AliG)
+    assert raised.value.__notes__ == ["in steps of small tensors, which tell what AliG keeps"]
 
 
 class Exchanging(torch.optim.SGD):

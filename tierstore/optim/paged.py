@@ -198,9 +198,13 @@ class Paged(PagedOptimizer):
         dtype = master_dtype(tensor.dtype)
         key = (*signature(group, self.defaults), tensor.ndim, dtype)
         if key not in self._small:
-            if not self._is_listed:
-                require_apart(self._class, self._options, group, tensor.ndim)
-            self._small[key] = kept_by(self._class, self._options, group, tensor.ndim, dtype)
+            try:
+                if not self._is_listed:
+                    require_apart(self._class, self._options, group, tensor.ndim)
+                self._small[key] = kept_by(self._class, self._options, group, tensor.ndim, dtype)
+            except Exception as error:
+                error.add_note(f"in steps of small tensors, which tell what {self.rule} keeps")
+                raise
         small, changing = self._small[key]
         if self._is_elementwise:
             if small.shapes:
