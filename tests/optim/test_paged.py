@@ -329,7 +329,7 @@ class Exchanging(torch.optim.SGD):
                     state.update(now=torch.zeros_like(p), before=torch.zeros_like(p))
                 state["now"], state["before"] = state["before"], state["now"]
                 state["now"].copy_(p.grad)
-                state["rows"] = state["before"][:, :1]
+                state["rows"] = state["before"][:, :1].clone()
                 p.sub_(state["now"] - state["before"] + state["rows"], alpha=group["lr"])
 
 
@@ -414,7 +414,7 @@ class Late(Counting):
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (CountingItself, "CountingItself counts in attributes of its own, which no commit has"),
+        (CountingItself, "CountingItself keeps tensors or counts in attributes of its own beside"),
         (Late, "Late creates states, or changes their shapes, after the first step"),
     ],
 )

@@ -78,8 +78,8 @@ def parameters(
 
 
 def gradient(step: int, index: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient; None at times, and for the third parameter before step 8."""
-    if (step + index) % 5 == 0 or (index == 2 and step < 8):
+    """Return a gradient; None at times, for all in step 6, and for the third before step 8."""
+    if (step + index) % 5 == 0 or step == 6 or (index == 2 and step < 8):
         return None
     random = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(like.shape, generator=random).to(like.dtype)

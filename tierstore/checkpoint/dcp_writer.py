@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,22 @@ def checkpoint_metadata(
         CheckpointError: two values would have one key.
     """
     catalog = Catalog(append, UNPAGED_NAME)
+    first, _ = commits[0]  # All ranks have the same groups and values.
+    # A class may not begin with zeros: stock DCP is to name the keys that are missing.
+    left_out = {
+        spec.name
+        for group in first.groups
+        for spec in group
+        if not spec.elementwise and not first.scalars.get(spec.name, {}).get(STEPPED, 1.0)
+    }
     for commit, pages in commits:
         for page in pages:
             file = published_page(commit.manifest.rank, page.number)
             for record in (
                 record for section in page.layout.sections for record in section.records
             ):
-                if not record.is_copy:
+                is_left_out = record.state != MASTER and record.parameter.name in left_out
+                if not (record.is_copy or is_left_out):
                     length = record_length(record.chunk.sizes, record.dtype)
                     info = _StorageInfo(file, record.offset, length)
                     shape = record.parameter.state_shape(record.state)
@@ -70,8 +79,7 @@ def checkpoint_metadata(
                         names[record.parameter.name], record.state, model_prefix
                     ):
                         catalog.add_chunk(path, record.dtype, shape, record.chunk, info)
-    first, _ = commits[0]  # All ranks have the same groups and values.
-    _add_scalars(catalog, first, names, model_prefix)
+    _add_scalars(catalog, first, names, model_prefix, left_out)
     groups = zip(first.groups, first.manifest.hyperparameters, strict=True)
     add_hyperparameters(
         catalog,
@@ -209,7 +217,9 @@ def model_path(model_prefix: str, name: str) -> Path:
     return (outer, name) if outer else (name,)
 
 
-def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: str) -> None:
+def _add_scalars(
+    catalog: Catalog, commit: Commit, names: Names, model_prefix: str, left_out: Collection[str]
+) -> None:
     """Add the values outside of pages: step counts, and all states of an empty parameter."""
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
@@ -219,6 +229,8 @@ def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: s
                 shape = spec.state_shape(tensor.name)
                 value = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
                 catalog.add_value(paths, value, ("empty", shape, tensor.dtype))
+        if spec.name in left_out:
+            continue
         states = [name for name, _ in spec.states]
         catalog.add_rest(names[spec.name][0], scalars.get(spec.name, {}), states, spec.empty)
 

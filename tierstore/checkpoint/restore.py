@@ -268,7 +268,7 @@ class Restore:
             ),
             (
                 source.never_stepped,
-                "without states, which never had a gradient: their states begin with zeros",
+                "without states, which never had a gradient: their states begin anew",
             ),
         ):
             if names and self._ranks.rank == 0:

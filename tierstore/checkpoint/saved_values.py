@@ -76,8 +76,11 @@ class CommittedValues:
         return name in self._members and self._members[name][1] in self._scalars
 
     def was_stepped(self, name: str) -> bool:
-        """Return True: every parameter of a commit has states."""
-        return True
+        """Return whether a parameter has states; False before its first gradient."""
+        if name not in self._members:
+            return True
+        _, member = self._members[name]
+        return self._scalars.get(member, {}).get(STEPPED, 1.0) > 0
 
     def scalar(self, name: str, scalar: str) -> float:
         """Return a scalar of a parameter.

@@ -641,6 +641,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
                 lines.append(f"{place} {total}: {', '.join(texts)}")
         return "\n".join(lines)
 
+    def stepped(self, states: Mapping[str, Any]) -> bool:
+        """Return whether states that are loaded are of a parameter that was stepped."""
+        return bool(states)
+
     def memory_of_rule(self) -> dict[str, dict[str, int]]:
         """Return the bytes that the rule needs beside pages: "GPU" or "host" -> what -> bytes."""
         return {}
@@ -698,7 +702,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         for group in self._attached.groups:
             initial = self.scalars_of(group.hyperparameters)
             for name in [p.name for p in group.parameters if p.name in states]:
-                given = {**initial, STEPPED: float(bool(states[name])), **states[name]}
+                given = {**initial, STEPPED: float(self.stepped(states[name])), **states[name]}
                 if initial:
                     scalars[name] = {scalar: float(given[scalar]) for scalar in initial}
                 paged[name] = {s: v for s, v in states[name].items() if s not in initial}
@@ -707,8 +711,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def _shown_scalars(self, group: Mapping[str, Any]) -> list[str]:
         return [name for name in self.scalars_of(group) if name != STEPPED]
 
-    def _described(self, tensor: torch.Tensor) -> tuple[list[str], PagedParameter]:
-        """Return the scalar states of a parameter, and the parameter as it is paged.
+    def _described(
+        self, tensor: torch.Tensor
+    ) -> tuple[dict[str, torch.dtype | type | None], PagedParameter]:
+        """Return the scalars of a parameter with their kinds, and the parameter as it is paged.
 
         Raises:
             KeyError: no group has the tensor.
@@ -718,7 +724,8 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         if paged is None:
             name = self._name(number, index)
             paged = self.paged_parameter(group, name, tensor, **self._placing)
-        return self._shown_scalars(group), paged
+        kinds = self.kinds_of(group)
+        return {name: kinds.get(name) for name in self._shown_scalars(group)}, paged
 
 
 def _as(kind: torch.dtype | type | None, value: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from tierstore.layout.encodings import AnyState, assign, values_of
 from tierstore.layout.parameters import STEPPED, dtype_name, master_dtype
-from tierstore.layout.state_parts import parts_of, state_of
+from tierstore.layout.state_parts import EMPTY, empty_kind, parts_of, state_of
 from tierstore.optim.classes import Kept, group_values, step_of
 from tierstore.paging.views import PageView, without_collections
 
@@ -91,8 +92,18 @@ class ClassSteps:
                 states = {name: state[name] for name in kept.states}
                 [state] = self._step([row._replace(states=states, scalars=scalars)])
             found = {name: float(state[name]) for name in kept.kinds}
+            for name, number in found.items():
+                if not math.isnan(number) and number != state[name]:
+                    raise ValueError(
+                        f"{type(self._optimizer).__name__} keeps a number {name!r}, "
+                        f"{state[name]}, that a float does not have exactly"
+                    )
             self._advanced[key] = {**found, STEPPED: 1.0}
         return self._advanced[key]
+
+    def step_nothing(self) -> None:
+        """Step the group without a gradient, since a class may count steps there."""
+        self._step([])
 
     @without_collections()
     def step_page(
@@ -130,6 +141,9 @@ class ClassSteps:
         for row, state in zip(joined, self._step(joined), strict=True):
             for scalar in row.kept.kinds:
                 value = state[scalar]
+                kind = value.dtype if isinstance(value, torch.Tensor) else type(value)
+                if kind != row.kept.kinds[scalar]:
+                    raise self._changed(scalar, row, row.kept.kinds[scalar], kind)
                 # A GPU would be waited for: its fused classes count steps alone.
                 is_known = not (isinstance(value, torch.Tensor) and value.is_cuda)
                 if is_known and float(value) != advanced[row.name][scalar]:
@@ -149,22 +163,27 @@ class ClassSteps:
 
         They were created in this step, or replaced, or are copies of what is in the page.
         """
+        for key, kind in row.kept.empty.items():
+            if empty_kind(state[key]) != kind:
+                raise self._changed(key, row, EMPTY[kind], _described(state[key]))
         replaced = []
         for key, view in row.states.items():
             value, target = state[key], row.in_page.get(key, view)
             if value is target:
                 continue
-            if (value.shape, value.dtype) != (view.shape, view.dtype):
-                raise ValueError(
-                    f"{type(self._optimizer).__name__} changes {key!r} of {row.name!r} from "
-                    f"{dtype_name(view.dtype)} {list(view.shape)} to "
-                    f"{dtype_name(value.dtype)} {list(value.shape)}: pages are laid out before"
-                )
+            if (_shape(value), getattr(value, "dtype", None)) != (view.shape, view.dtype):
+                raise self._changed(key, row, _described(view), _described(value))
             # A class may exchange two tensors, so that each is to be written over the other.
             overlaps = value is not view and _storage(value) in map(_storage, row.states.values())
             replaced.append((target, value.clone() if overlaps else value))
         for target, value in replaced:
             assign(target, value)
+
+    def _changed(self, key: str, row: _Row, before: Any, now: Any) -> ValueError:
+        return ValueError(
+            f"{type(self._optimizer).__name__} changes {key!r} of {row.name!r} from {before} to "
+            f"{now}: pages are laid out before"
+        )
 
     def _step(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
         """Step tensors as the parameters of the group; return the state of each afterwards."""
@@ -221,6 +240,16 @@ class ClassSteps:
         if key not in self._kept:
             self._kept[key] = self._kept_for(tensor)
         return self._kept[key]
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    return repr(value)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tierstore.layout.chunks import storage_order
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED
-from tierstore.layout.state_parts import empty_kind, parts_of
+from tierstore.layout.state_parts import empty_kind, parts_of, state_of
 
 Class = Callable[..., torch.optim.Optimizer]
 """A class of optimizers, called with params and options."""
@@ -51,7 +52,7 @@ _UNUSABLE = {
 }
 
 # Sizes of the tensors that a class is tried with.
-_SIZES = (5, 7, 3, 11, 2, 13, 17, 19)
+_SIZES = (5, 7, 3, 4, 2, 3, 2, 3, 2, 3, 2, 3, 2, 2, 2, 2, 2)
 _STEPS = 8  # RAdam changes its rule at step 6.
 
 
@@ -161,18 +162,21 @@ def kept_by(
         tensor.grad = _waves(tensor, number + 1)  # A step may have changed it.
         step_of(optimizer)
         found.append(_kept(cls, optimizer.state[tensor], tensor.shape))
-    if _own_numbers(optimizer) != own:
+        _require_apart_in_memory(cls, optimizer.state[tensor], tensor)
+    others = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if _own_numbers(optimizer) != own or others:
         raise ValueError(
-            f"{_name(cls)} counts in attributes of its own, which no commit has: keep them in the "
-            "state of a parameter, or in the param group"
+            f"{_name(cls)} keeps {others or 'tensors or counts in attributes of its own'} beside "
+            "the states of parameters, which no commit has: keep them in the state of a parameter, "
+            "or in the param group"
         )
     if any(each != found[0] for each in found):
         raise ValueError(
             f"{_name(cls)} creates states, or changes their shapes, after the first step of a "
             "parameter: pages are laid out before"
         )
-    after = optimizer.param_groups[0]
-    changed = {key for key, value in group_values(group).items() if after[key] is not value}
+    after = group_values(optimizer.param_groups[0]).items()
+    changed = {key for key, value in after if key not in group or value is not group[key]}
     return found[0], frozenset(changed)
 
 
@@ -226,9 +230,11 @@ def _kept(
     for name, value in parts_of(state).items():
         # A state of a parameter without dimensions looks like a number.
         is_state = small is not None and name in small.states
-        if name == STEPPED:
+        if name in (STEPPED, MASTER):
             raise ValueError(f"{_name(cls)} keeps a state {name!r}, a name that pages use")
         if _is_number(value) and not is_state:
+            if name.rpartition(".")[2].isdigit():
+                raise ValueError(f"{_name(cls)} keeps a number in a list, {name!r}: keep a tensor")
             kinds[name] = value.dtype if isinstance(value, torch.Tensor) else type(value)
         elif isinstance(value, torch.Tensor):
             states[name] = value.dtype
@@ -244,12 +250,73 @@ def _kept(
                 f"{_name(cls)} keeps a state {name!r} of {type(value).__name__}: pages have "
                 "tensors and numbers, and dicts and lists of them"
             )
+    _require_names(cls, state)
     return Kept(states, shapes, empty, kinds, orders)
 
 
+def _require_names(cls: Any, state: Mapping[str, Any]) -> None:
+    """Refuse a state that its parts do not make again, such as one with a dot in a key.
+
+    Raises:
+        ValueError: names the parts.
+    """
+    parts = parts_of(state)
+    try:
+        is_same = _alike(state_of(parts, {}), dict(state))
+    except (ValueError, TypeError):
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"{_name(cls)} keeps a state of the parts {sorted(parts)}: pages have dicts whose keys "
+            "are names without dots, and lists"
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two states have the same dicts and lists."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return True
+
+
 def _own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that are numbers."""
-    return {name: value for name, value in vars(optimizer).items() if _is_number(value)}
+    """Return what tells a change of the attributes that are numbers or tensors, or hold them."""
+    others = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+    found = {name: _mark(vars(optimizer)[name]) for name in others}
+    return {name: mark for name, mark in found.items() if mark is not None}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, dict):
+        return [mark for pair in value.items() for part in pair if (mark := _mark(part))] or None
+    if isinstance(value, list | tuple | set):
+        return [mark for part in value if (mark := _mark(part))] or None
+    return (value,) if type(value) in (bool, int, float) else None
+
+
+def _require_apart_in_memory(cls: Any, state: Mapping[str, Any], tensor: torch.Tensor) -> None:
+    """Refuse tensors of a state that share memory with each other or with the parameter.
+
+    Pages have each by itself.
+
+    Raises:
+        ValueError: names two.
+    """
+    seen = {tensor.untyped_storage().data_ptr(): "the parameter"}
+    for name, part in parts_of(state).items():
+        if isinstance(part, torch.Tensor) and part.numel():
+            other = seen.setdefault(part.untyped_storage().data_ptr(), name)
+            if other != name:
+                raise ValueError(
+                    f"{_name(cls)} keeps {name!r} in the memory of {other}: pages have each state "
+                    "by itself"
+                )
 
 
 def require_apart(
@@ -348,7 +415,8 @@ def _tensors(count: int, ndim: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return small tensors on the CPU with gradients."""
     found = []
     for index in range(count):
-        tensor = torch.empty(_SIZES[:ndim], dtype=dtype, device="cpu")
+        sizes = _SIZES[index : index + ndim]  # Two shapes, on which numbers may depend.
+        tensor = torch.empty(sizes, dtype=dtype, device="cpu")
         tensor.copy_(_waves(tensor, index)).requires_grad_()
         tensor.grad = _waves(tensor, index + 1)
         found.append(tensor)
@@ -381,14 +449,15 @@ def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...
     return tuple((key, _choice(group.get(key))) for key in keys)
 
 
-def sizes(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...]:
+def sizes(group: Mapping[str, Any], changing: Collection[str]) -> Any:
     """Return what the shapes of states depend on besides: hyperparameters that are whole numbers.
 
     Args:
         group: the param group.
-        keys: the keys of the class that no step changes.
+        changing: keys that a step changes.
     """
-    return tuple(value for key in keys if type(value := group.get(key)) is int)
+    values = group_values(group).items()
+    return repr([(k, v) for k, v in values if k not in changing and type(v) in (int, tuple, dict)])
 
 
 def _choice(value: Any) -> Any:

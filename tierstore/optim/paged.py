@@ -11,12 +11,14 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tierstore.layout.dtensors import local_tensor
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import STEPPED, PagedParameter, master_dtype
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX
 from tierstore.optim.base import PagedOptimizer
 from tierstore.optim.class_steps import ClassSteps
 from tierstore.optim.classes import (
     ELEMENTWISE,
+    Class,
     Kept,
     group_values,
     initial_value,
@@ -82,9 +84,8 @@ class Paged(PagedOptimizer):
         self._is_elementwise = self._is_listed if elementwise is None else elementwise
         self._small: dict[Any, tuple[Kept, frozenset[str]]] = {}
         self._kept: dict[Any, Kept] = {}
-        empty = torch.zeros((1, 1), dtype=torch.float32, device="cpu", requires_grad=True)
         # It steps a page: the views of the page stand in its group and state meanwhile.
-        self._stepper = cls([empty], **options)
+        self._stepper = _stepper(cls, options)
         [group] = self._stepper.param_groups  # Classes add keys to it, such as counts.
         defaults = {**self._stepper.defaults, **group_values(group)}
         require_options(cls, defaults)
@@ -105,6 +106,12 @@ class Paged(PagedOptimizer):
     ) -> PagedParameter:
         """Return a parameter with the states that the class keeps for it."""
         kept = self._kept_for(group, tensor)
+        if kept.kinds.keys() != self.kinds_of(group).keys():
+            raise ValueError(
+                f"{self._class.__name__} keeps the numbers {sorted(kept.kinds)} for {name!r}, and "
+                f"{sorted(self.kinds_of(group))} for the first parameter of its group: give it a "
+                "group of its own"
+            )
         # On a CPU, the fused kernels of torch round otherwise at the ends of a tensor.
         is_cut = self._is_elementwise and not (group.get("fused") and tensor.device.type == "cpu")
         if not is_cut and local_tensor(tensor).shape != tensor.shape:
@@ -155,7 +162,7 @@ class Paged(PagedOptimizer):
         is_cut = self._is_elementwise
         kinds = {(t.ndim if is_cut else t.shape, t.dtype): t for t in group["params"]}
         kept = [self._kept_for(group, of) for of in kinds.values()]
-        states = [sorted(of.states) for of in kept]
+        states = [sorted(of.names) for of in kept]
         shapes = [sorted(of.shapes.items()) for of in kept]
         found = super().layout_of(group)
         return {**found, "fused": group.get("fused"), "states": states, "shapes": shapes}
@@ -194,6 +201,30 @@ class Paged(PagedOptimizer):
         """Refuse the run of another class."""
         self.check_loaded(group, saved, number)
 
+    def stepped(self, states: Mapping[str, Any]) -> bool:
+        """Return whether states are of a parameter that was stepped.
+
+        A state dict before the first step has zeros, which a class may not begin with.
+        """
+        if self._is_listed:
+            return bool(states)
+        values = (value for name, value in states.items() if name != MASTER)
+        return any(
+            bool(local_tensor(value).any()) if isinstance(value, torch.Tensor) else bool(value)
+            for value in values
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; see PagedOptimizer."""
+        kept = super().__getstate__()
+        del kept["_stepper"]  # Classes lose attributes in a copy.
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy from __getstate__()."""
+        self._stepper = _stepper(state["_class"], state["_options"])
+        super().__setstate__(state)
+
     def _kept_for(self, group: Mapping[str, Any], tensor: torch.Tensor) -> Kept:
         dtype = master_dtype(tensor.dtype)
         key = (*signature(group, self.defaults), tensor.ndim, dtype)
@@ -213,7 +244,7 @@ class Paged(PagedOptimizer):
                     f"{sorted(small.shapes)}: it cannot be elementwise=True"
                 )
             return small
-        at = (key, *sizes(group, self.defaults.keys() - changing), tensor.shape)
+        at = (key, sizes(group, changing), tensor.shape)
         if at not in self._kept:
             self._kept[at] = kept_at(
                 *(self._class, self._options, group, tensor.shape, dtype, small)
@@ -241,6 +272,10 @@ class Paged(PagedOptimizer):
             for parameter in group.parameters
             if parameter.name in pages.present
         }
+        for of, attached in zip(steps, self._attached.groups, strict=True):
+            has_gradient = any(p.name in pages.present for p in attached.parameters)
+            if not (has_gradient or self._is_listed):
+                of.step_nothing()
         for page in pages:
             steps[page.group].step_page(page, scalars, advanced)
         for name, values in advanced.items():
@@ -250,6 +285,11 @@ class Paged(PagedOptimizer):
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return self._class(groups, **self._options)
+
+
+def _stepper(cls: Class, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    empty = torch.zeros((1, 1), dtype=torch.float32, device="cpu", requires_grad=True)
+    return cls([empty], **options)
 
 
 def _cost(tensor: torch.Tensor, kept: Kept) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,10 @@ class Optimizer(Protocol):
     def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""
 
-    def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], PagedParameter]:
-        """Return the scalar states of a parameter, and the parameter as it is paged."""
+    def _described(
+        self, tensor: torch.Tensor
+    ) -> tuple[Mapping[str, torch.dtype | type | None], PagedParameter]:
+        """Return the scalars of a parameter with their kinds, and the parameter as it is paged."""
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all states of some parameters."""
@@ -167,7 +170,7 @@ class ParameterState:
     def __getitem__(self, state: str) -> Any:
         if state not in self._names:
             raise self._unknown(state)
-        return state_of(self._show(state), self._paged.empty)[state]
+        return _frozen(state_of(self._show(state), self._paged.empty)[state])
 
     def __setitem__(self, state: str, value: Any) -> None:
         if state not in self._names:
@@ -231,7 +234,7 @@ class ParameterState:
         """Return all states, as tensors of the caller."""
         shown = self._show()
         owned = self._optimizer.store.pages.read_states([self.name])[self.name]
-        parts = {part: owned.get(part, shown[part]).clone() for part in self._parts}
+        parts = {part: _copied(owned.get(part, shown[part])) for part in self._parts}
         return state_of(parts, self._paged.empty)
 
     def __repr__(self) -> str:
@@ -257,7 +260,7 @@ class ParameterState:
         if not values:
             return values
         require_one_rank(self._optimizer, f"a state of parameter {self.name!r}")
-        parts = given_parts(values)
+        parts = given_parts(_thawed(values))
         check_saved(parts, self._paged, self._scalars)
         shown = self._show()
         return {
@@ -266,13 +269,17 @@ class ParameterState:
             for part, value in parts.items()
         }
 
-    def _show(self, state: str | None = None) -> dict[str, torch.Tensor]:
+    def _show(self, state: str | None = None) -> dict[str, Any]:
         described = "a state" if state is None else repr(state)
         if self._optimizer.store.pages.needs_other_ranks([self.name]):
             require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
         self._optimizer._attach_groups()
         shown = self._optimizer.store.pages.show_states(self.name)
-        return {name: value for name, value in shown.items() if name in self._parts}
+        # Tensors in float32, which a caller may change in place, or the numbers of the class.
+        kinds = {name: kind for name, kind in self._scalars.items() if isinstance(kind, type)}
+        numbers = self._optimizer.store.pages.scalars.get(self.name, {})
+        exact = {name: kind(numbers[name]) for name, kind in kinds.items() if name in numbers}
+        return {name: value for name, value in {**shown, **exact}.items() if name in self._parts}
 
     def _unknown(self, state: object) -> KeyError:
         known = ", ".join(map(repr, self._names))
@@ -308,11 +315,25 @@ def _is_at(
     return groups[number]["params"][index] is tensor
 
 
-def _same(value: Any, shown: torch.Tensor) -> bool:
+def _frozen(value: Any) -> Any:
+    """Return a part of a state that nobody can believe to have changed."""
+    if isinstance(value, dict):
+        return MappingProxyType({key: _frozen(part) for key, part in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thawed(part) for key, part in value.items()}
+    return list(map(_thawed, value)) if isinstance(value, list | tuple) else value
+
+
+def _same(value: Any, shown: Any) -> bool:
     """Return whether a value is the tensor that shows a state, or its copy on another device."""
     if value is shown:
         return True
-    if not isinstance(value, torch.Tensor) or value.dtype != shown.dtype:
+    is_tensor = isinstance(value, torch.Tensor) and isinstance(shown, torch.Tensor)
+    if not is_tensor or value.dtype != shown.dtype:
         return False
     if value.device == shown.device or value.shape != shown.shape:
         return False
