@@ -58,7 +58,7 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             present = [p for p in group["params"] if p.grad is not None]
-            total = torch.stack([p.grad.norm() for p in present]).norm()
+            total = sum((p.grad.square().sum() for p in present), torch.zeros(())).sqrt()
             for p in present:
                 state = self.state[p]
                 if not state:
