@@ -82,9 +82,6 @@ HARMLESS = {
     "fsync in run.committer.write_durably, called by run.opening._identify.<lambda>: too late": (
         "harmless: nothing needs the identity before a commit"
     ),
-    "sync_directory in run.committer.write_durably, called by run.opening._identify": (
-        "harmless: the layout file is synced into the same directory before the first commit"
-    ),
     "in checkpoint.verification._mark, called": (
         "harmless: a checkpoint whose mark is lost or damaged counts as not read"
     ),
