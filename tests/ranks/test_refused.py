@@ -61,7 +61,7 @@ def test_a_rank_with_rows_and_no_column_of_normuon(pool: RankPool) -> None:
     found = pool.run(3, "tests.rank_programs.refusals:refusal", "a row without a column")
     assert [name for name, _ in found] == ["PeerFailed", "PeerFailed", "ValueError"]
     for _, text in found:
-        assert "cut its last dimension over 2 ranks or fewer" in text
+        assert "cut its dimension 1 over 2 ranks or fewer" in text
 
 
 @pytest.mark.parametrize(

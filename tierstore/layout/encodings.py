@@ -45,8 +45,14 @@ class StoredTensor(NamedTuple):
     """Columns of the parameter that share one element."""
     shape: tuple[int, ...] | None = None
     """Shape of the state, if the parameter has another."""
-    is_free: bool = False
-    """True if the state does not lie along the parameter; see PagedParameter.shapes."""
+    shared: tuple[bool, ...] | None = None
+    """For each dimension whether all indices of it share an element, of a state along the
+    parameter; see PagedParameter.shapes."""
+
+    @property
+    def is_free(self) -> bool:
+        """True if the state does not lie along the parameter."""
+        return self.shape is not None and self.shared is None
 
     def chunk(self, chunk: Chunk) -> Chunk:
         """Return the elements that belong to a chunk of the parameter, which cuts no block.
@@ -58,11 +64,11 @@ class StoredTensor(NamedTuple):
         if self.is_free:
             assert self.shape is not None
             return Chunk((0,) * len(self.shape), self.shape)
-        if self.shape is not None:
-            places = list(zip(self.shape, chunk.offsets, chunk.sizes, strict=True))
+        if self.shared is not None:
+            places = list(zip(self.shared, chunk.offsets, chunk.sizes, strict=True))
             return Chunk(
-                tuple(0 if own == 1 else offset for own, offset, _ in places),
-                tuple(1 if own == 1 else size for own, _, size in places),
+                tuple(0 if shared else offset for shared, offset, _ in places),
+                tuple(1 if shared else size for shared, _, size in places),
             )
         if self.columns == 1:
             return chunk
@@ -73,9 +79,8 @@ class StoredTensor(NamedTuple):
 
     def is_copy(self, chunk: Chunk) -> bool:
         """Return whether an earlier chunk of the parameter has the same elements."""
-        if self.shape is None or self.is_free:
-            return False
-        return any(own == 1 and at > 0 for own, at in zip(self.shape, chunk.offsets, strict=True))
+        pairs = zip(self.shared or (), chunk.offsets, strict=False)
+        return any(shared and at > 0 for shared, at in pairs)
 
     def numel_of(self, numel: int, shape: Sequence[int]) -> int:
         """Return about how many elements go with consecutive elements of a parameter.
@@ -88,9 +93,9 @@ class StoredTensor(NamedTuple):
             columns = max(1, math.prod(shape[-1:]))
             return min(numel, -(-numel // columns) * -(-columns // self.columns))
         whole = math.prod(self.shape)
-        if self.is_free:
+        if self.shared is None:
             return whole
-        kept = max((d for d, own in enumerate(self.shape) if own > 1), default=-1)
+        kept = max((d for d, shared in enumerate(self.shared) if not shared), default=-1)
         return min(-(-numel // max(1, math.prod(shape[kept + 1 :]))), whole)
 
 

@@ -96,8 +96,8 @@ class ParameterSpec:
     def values_of(self, state: str, dtype: torch.dtype) -> StoredTensor:
         """Return the tensor that pages keep of a state that is not encoded."""
         shape = dict(self.shapes).get(state)
-        is_free = shape is not None and not _lies_along(shape, self.shape)
-        return StoredTensor(state, dtype, shape=shape, is_free=is_free)
+        shared = None if shape is None else _shared(shape, self.shape)
+        return StoredTensor(state, dtype, shape=shape, shared=shared)
 
     @functools.cached_property
     def _by_name(self) -> Mapping[str, StoredTensor]:
@@ -154,11 +154,11 @@ class ParameterSpec:
         if shape == self.shape:
             return self
         assert not self.free_states
-        shapes = tuple(
-            (state, tuple(1 if own == 1 else size for own, size in zip(of, shape, strict=True)))
-            for state, of in self.shapes
+        places = Chunk((0,) * len(shape), shape)
+        shapes = (
+            (tensor.name, tensor.chunk(places).sizes) for tensor in self.stored if tensor.shape
         )
-        return replace(self, shape=shape, shapes=shapes)
+        return replace(self, shape=shape, shapes=tuple(shapes))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""
@@ -375,10 +375,12 @@ def _others(
     return tuple((state, tuple(of)) for state, of in shapes.items() if tuple(of) != shape)
 
 
-def _lies_along(shape: Sequence[int], parameter: Sequence[int]) -> bool:
-    """Return whether a state of a shape has, in each dimension, the parameter's size or 1."""
-    pairs = zip(shape, parameter, strict=False)
-    return len(shape) == len(parameter) and all(own in (1, size) for own, size in pairs)
+def _shared(shape: Sequence[int], parameter: Sequence[int]) -> tuple[bool, ...] | None:
+    """Return whether a state has 1 in the place of each size of the parameter; None if it is free."""
+    pairs = list(zip(shape, parameter, strict=False))
+    if len(shape) != len(parameter) or any(own not in (1, size) for own, size in pairs):
+        return None
+    return tuple(own != size for own, size in pairs)
 
 
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
@@ -471,7 +473,7 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has {len(shape)} dimensions in {state!r}, of at most {RECORD_DIMENSIONS_MAX}"
         elif math.prod(shape) and not tensor.numel():
             yield f"has no elements, and so no page for {state!r} of shape {list(shape)}"
-        elif not _lies_along(shape, tensor.shape):
+        elif _shared(shape, tensor.shape) is None:
             yield from _problems_of_free(parameter, state, shape)
     if not isinstance(parameter.encodings, Mapping):
         yield f"has encodings {parameter.encodings!r}, must be a mapping of states to names"

@@ -202,19 +202,20 @@ def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks
 
 def _check_states(spec: ParameterSpec, found: Sequence[int]) -> None:
     """Check that this rank can have its part of states with other shapes than the parameter."""
-    for state, shape in spec.shapes:
-        if state in spec.free_states:
-            if tuple(found) != spec.shape:
-                raise ValueError(
-                    f"a rank has a part of it, and its state {state!r} of shape {list(shape)} "
-                    "needs all of it: use DDP"
-                )
-            continue
-        kept = [size for size, own in zip(found, shape, strict=True) if own != 1]
-        if 0 in found and 0 not in kept:
+    for tensor in spec.stored:
+        if tensor.is_free and tuple(found) != spec.shape:
             raise ValueError(
-                f"this rank has rows or columns of it without an element, and {state!r} has an "
-                "element for each: cut the parameter over fewer ranks"
+                f"a rank has a part of it, and its state {tensor.name!r} of shape "
+                f"{list(tensor.shape or ())} needs all of it: use DDP"
+            )
+        if tensor.shared is None or 0 not in found:
+            continue
+        if all(size for size, shared in zip(found, tensor.shared, strict=True) if not shared):
+            dimension = found.index(0)
+            raise ValueError(
+                f"this rank has rows or columns of it without an element, and {tensor.name!r} has "
+                f"an element for each: cut its dimension {dimension} over "
+                f"{spec.shape[dimension]} ranks or fewer"
             )
 
 
