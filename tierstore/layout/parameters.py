@@ -155,10 +155,9 @@ class ParameterSpec:
             return self
         assert not self.free_states
         places = Chunk((0,) * len(shape), shape)
-        shapes = (
-            (tensor.name, tensor.chunk(places).sizes) for tensor in self.stored if tensor.shape
-        )
-        return replace(self, shape=shape, shapes=tuple(shapes))
+        others = (tensor for tensor in self.stored if tensor.shared is not None)
+        shapes = tuple((tensor.name, tensor.chunk(places).sizes) for tensor in others)
+        return replace(self, shape=shape, shapes=shapes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""
@@ -376,7 +375,7 @@ def _others(
 
 
 def _shared(shape: Sequence[int], parameter: Sequence[int]) -> tuple[bool, ...] | None:
-    """Return whether a state has 1 in the place of each size of the parameter; None if it is free."""
+    """Return for each dimension whether a state has 1 in its place; None if the state is free."""
     pairs = list(zip(shape, parameter, strict=False))
     if len(shape) != len(parameter) or any(own not in (1, size) for own, size in pairs):
         return None
