@@ -66,7 +66,7 @@ PLANS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a contender took for a step."""
+    """The cost of a step of one contender."""
 
     step_s: float
     """Median seconds."""
@@ -95,7 +95,7 @@ class Row:
     step_s: float
     step_plain_s: float
     equal: bool
-    """Whether the parameters have the bits of the class in memory."""
+    """True if the parameters have the bits of the class in memory."""
 
 
 def gradient(step: int, index: int, plan: Plan) -> torch.Tensor:

@@ -15,7 +15,7 @@ ROWS = 23_500  # A factor of 2.2 GB.
 
 
 class Factored(torch.optim.Optimizer):
-    """Has a square factor, of which it adds the outer product of the gradient to two rows."""
+    """Adds the outer product of the gradient to two rows of a square factor."""
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""States of classes that are unlike those of torch.optim: with the class's bits, or refused."""
+"""Odd states of classes: with the bits of the class, or refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import tierstore
 from tests.support.class_training import PAGES, gradient, parameters
+from tests.support.rank_pool import RankPool
 
 SHAPES = ((7, 5), (6, 6), (4,))
 
@@ -125,6 +126,11 @@ def test_a_checkpoint_leaves_out_states_of_parameters_without_a_step(tmp_path: P
         stock.step()
     for name, parameter in reference.items():
         assert torch.equal(begun[name], parameter)
+
+
+def test_ranks_with_zeros_and_others_agree(tmp_path: Path) -> None:
+    with RankPool(tmp_path) as pool:
+        pool.run(2, "tests.rank_programs.classes:load_parts")
 
 
 class Odd(torch.optim.Optimizer):

@@ -103,6 +103,21 @@ def step_whole() -> None:
             assert torch.equal(mine, stock[name])
 
 
+def load_parts() -> None:
+    """Load states of which one rank has zeros alone: both ranks take them as stepped."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    gradient_ = torch.cat([torch.zeros(2, 4), torch.ones(2, 4)])
+    with tierstore.TierStore(None) as store:
+        shard = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        options = {"lr": 0.1, "momentum": 0.9}
+        paged = tierstore.Paged([("w", shard)], _Own, store=store, elementwise=True, **options)
+        for _ in range(2):
+            shard.grad = distribute_tensor(gradient_, mesh, [Shard(0)])
+            paged.step()
+            paged.load_state_dict(paged.state_dict())
+        assert store.pages.scalars["w"]["stepped"] == 1
+
+
 class _Own(torch.optim.SGD):
     """Not one of the classes that are known to be elementwise."""
 

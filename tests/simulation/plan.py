@@ -51,7 +51,7 @@ def _groups(world_size: int) -> _Groups:
 
 
 def _states(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a parameter's states besides the master; that of "factor" is free."""
+    """Return the shapes of a parameter's states besides the master; "factor" is free."""
     return {"factor": (shape[0], shape[0])} if name == "factored" else {"momentum": shape}
 
 

@@ -17,7 +17,7 @@ from tierstore.errors import CorruptionError
 from tierstore.layout import subgroups
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import assign, values_of
-from tierstore.layout.page_layout import lay_out
+from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.sealed import checksum_of
@@ -183,17 +183,23 @@ def test_written_states(tmp_path: Path) -> None:
     rule.store.close()
 
 
-def test_several_records(record_bytes: int | None) -> None:
+def page_of(state: str, **options: Any) -> tuple[ParameterSpec, PageLayout]:
+    """Return a parameter with one float32 state, and a page of it."""
     spec = ParameterSpec(
         name="w",
         shape=SHAPE,
         dtype=torch.float32,
-        states=(("long", torch.float32),),
+        states=((state, torch.float32),),
         elementwise=False,
-        shapes=(("long", (500,)),),
+        **options,
     )
     shard = subgroups.ParameterShard(spec, (Chunk((0, 0), SHAPE),))
-    [records] = lay_out(subgroups.Subgroup(0, (shard,))).records.values()
+    return spec, lay_out(subgroups.Subgroup(0, (shard,)))
+
+
+def test_several_records(record_bytes: int | None) -> None:
+    _, page = page_of("long", shapes=(("long", (500,)),))
+    [records] = page.records.values()
     assert len(records["long"]) == (1 if record_bytes is None else 4)
 
 
@@ -259,15 +265,7 @@ def test_a_layout_with_row_states_is_read() -> None:
     ],
 )
 def test_a_layout_with_other_shapes_is_damaged(change: dict[str, Any]) -> None:
-    spec = ParameterSpec(
-        name="w",
-        shape=SHAPE,
-        dtype=torch.float32,
-        states=(("s", torch.float32),),
-        elementwise=False,
-    )
-    shard = subgroups.ParameterShard(spec, (Chunk((0, 0), SHAPE),))
-    page = lay_out(subgroups.Subgroup(0, (shard,)))
+    spec, page = page_of("s")
     layout = RankLayout.from_pages([[spec]], [page])
     changed = ParameterSpec.from_json({**spec.to_json(), **change})
     data = replace(layout, groups=[[changed]]).to_bytes()

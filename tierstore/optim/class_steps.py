@@ -171,8 +171,8 @@ class ClassSteps:
             value, target = state[key], row.in_page.get(key, view)
             if value is target:
                 continue
-            if (_shape(value), getattr(value, "dtype", None)) != (view.shape, view.dtype):
-                raise self._changed(key, row, _described(view), _described(value))
+            if (now := _described(value)) != (before := _described(view)):
+                raise self._changed(key, row, before, now)
             # A class may exchange two tensors, so that each is to be written over the other.
             overlaps = value is not view and _storage(value) in map(_storage, row.states.values())
             replaced.append((target, value.clone() if overlaps else value))
@@ -240,10 +240,6 @@ class ClassSteps:
         if key not in self._kept:
             self._kept[key] = self._kept_for(tensor)
         return self._kept[key]
-
-
-def _shape(value: Any) -> torch.Size | None:
-    return value.shape if isinstance(value, torch.Tensor) else None
 
 
 def _described(value: Any) -> str:

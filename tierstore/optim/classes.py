@@ -58,7 +58,7 @@ _STEPS = 8  # RAdam changes its rule at step 6.
 
 @dataclass(frozen=True)
 class Kept:
-    """What a class keeps for a parameter, by the names of parts_of()."""
+    """States and numbers that a class keeps for a parameter, by the names of parts_of()."""
 
     states: Mapping[str, torch.dtype]
     """Name -> dtype of the tensors."""
@@ -156,7 +156,7 @@ def kept_by(
     # A state of a tensor without dimensions cannot be told from a scalar.
     [tensor] = _tensors(1, max(ndim, 1), dtype)
     optimizer = cls([{**group_values(group), "params": [tensor]}], **options)
-    own = _own_numbers(optimizer)
+    own = _own_values(optimizer)
     found = []
     for number in range(_STEPS):
         tensor.grad = _waves(tensor, number + 1)  # A step may have changed it.
@@ -164,7 +164,7 @@ def kept_by(
         found.append(_kept(cls, optimizer.state[tensor], tensor.shape))
         _require_apart_in_memory(cls, optimizer.state[tensor], tensor)
     others = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-    if _own_numbers(optimizer) != own or others:
+    if _own_values(optimizer) != own or others:
         raise ValueError(
             f"{_name(cls)} keeps {others or 'tensors or counts in attributes of its own'} beside "
             "the states of parameters, which no commit has: keep them in the state of a parameter, "
@@ -283,7 +283,7 @@ def _alike(one: Any, other: Any) -> bool:
     return True
 
 
-def _own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what tells a change of the attributes that are numbers or tensors, or hold them."""
     others = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
     found = {name: _mark(vars(optimizer)[name]) for name in others}
@@ -291,6 +291,7 @@ def _own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _mark(value: Any) -> Any:
+    """Return what a change of a value changes; None for a value without numbers and tensors."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, dict):
@@ -449,7 +450,7 @@ def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...
     return tuple((key, _choice(group.get(key))) for key in keys)
 
 
-def sizes(group: Mapping[str, Any], changing: Collection[str]) -> Any:
+def shape_options(group: Mapping[str, Any], changing: Collection[str]) -> Any:
     """Return what the shapes of states depend on besides: hyperparameters that are whole numbers.
 
     Args:

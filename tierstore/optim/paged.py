@@ -28,8 +28,8 @@ from tierstore.optim.classes import (
     require_options,
     require_same_class,
     require_usable,
+    shape_options,
     signature,
-    sizes,
 )
 from tierstore.paging.sweep import SteppedPages
 from tierstore.store import TierStore
@@ -206,7 +206,10 @@ class Paged(PagedOptimizer):
 
         A state dict before the first step has zeros, which a class may not begin with.
         """
-        if self._is_listed:
+        tensors = [value for value in states.values() if isinstance(value, torch.Tensor)]
+        # Ranks must agree, and one part may have zeros where another has none.
+        is_cut = any(local_tensor(tensor).shape != tensor.shape for tensor in tensors)
+        if self._is_listed or is_cut:
             return bool(states)
         values = (value for name, value in states.items() if name != MASTER)
         return any(
@@ -244,7 +247,7 @@ class Paged(PagedOptimizer):
                     f"{sorted(small.shapes)}: it cannot be elementwise=True"
                 )
             return small
-        at = (key, sizes(group, changing), tensor.shape)
+        at = (key, shape_options(group, changing), tensor.shape)
         if at not in self._kept:
             self._kept[at] = kept_at(
                 *(self._class, self._options, group, tensor.shape, dtype, small)

@@ -229,7 +229,7 @@ def test_free_states_in_several_records(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("case", WHOLE)
 def test_states_of_a_parameter_without_steps(case: str, tmp_path: Path) -> None:
-    """Those of others do not tell their shapes; the class does."""
+    """States of other parameters do not tell their shapes; the class does."""
     write(case, tmp_path / "in.pt")
     with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="'p2' was never"):
         convert(tmp_path / "in.pt", tmp_path / "out", to="tierstore")
