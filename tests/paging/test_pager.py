@@ -367,6 +367,33 @@ def test_every_call_after_a_prefetch(call: str) -> None:
     toy.store.close()
 
 
+def test_pages_are_read_in_their_order_after_a_prefetch_in_the_order_of_a_sweep(
+    tmp_path: Path,
+) -> None:
+    """Which interleaves whole and elementwise pages: early reads have all buffers."""
+    tensors = {str(n): torch.nn.Parameter(torch.full((64, 16), float(n))) for n in range(8)}
+    parameters = [
+        tierstore.pages.PagedParameter(
+            name=name, tensor=tensor, states={"s": torch.float32}, elementwise=int(name) >= 4
+        )
+        for name, tensor in tensors.items()
+    ]
+    with tierstore.TierStore(tmp_path, page_bytes=4096, buffers=2) as store:
+        group = tierstore.pages.PagedGroup(parameters=parameters, hyperparameters={})
+        store.pages.attach([group])
+        for tensor in tensors.values():
+            tensor.grad = torch.ones_like(tensor)
+        for _ in range(2):
+            with store.pages.sweep() as pages:
+                for page in pages:
+                    for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
+                        chunk.states["s"].add_(1)
+        store.synchronize()
+        store.pages.prefetch()
+        states = store.pages.read_states()
+        assert all(torch.equal(of["s"], torch.full((64, 16), 2.0)) for of in states.values())
+
+
 def test_a_failed_prefetch_raises_in_the_step_and_the_step_can_be_retried() -> None:
     toy, storage = begun_run(buffers=2)
     storage.arm(Fault("error", "read", call=1))

@@ -398,14 +398,19 @@ class Pager:
     # -- In.
 
     def _drop_unwanted(self, pages: Iterable[Page], needed: Needed) -> None:
-        """Drop prefetched pages that a stream does not ask for, or needs other sections of."""
-        asked = set(pages)
-        unwanted = {
-            page
-            for page in self._early
-            if page not in asked or page.sections != page.sections_for(needed)
-        }
-        self._early = [page for page in self._early if page not in unwanted]
+        """Drop prefetched pages but for the first ones of a stream, with the sections it needs.
+
+        A page before the others may need the buffers that they have: a stream may have another
+        order than the sweep that they were read for.
+        """
+        early, wanted = set(self._early), []
+        for page in pages:
+            if page in early and page.sections == page.sections_for(needed):
+                wanted.append(page)
+            elif page.buffer is None and not page.in_memory:
+                break
+        unwanted = early.difference(wanted)
+        self._early = wanted
         self._drop(unwanted)
 
     def _read_ahead(self, waiting: deque[Page], ahead: deque[Page], needed: Needed) -> None:
