@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -548,6 +549,11 @@ def verifying_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "tierstore-verify" in thread.name}
 
 
+def wait_until_cancelled(toy: Toy) -> None:
+    while not toy.store._verifier._cancelled:
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_leaving_by_an_exception_stops_verification(
     error: type[BaseException], tmp_path: Path
@@ -560,7 +566,7 @@ def test_leaving_by_an_exception_stops_verification(
         if operation == "folder_read" and when == "before":
             reads.append(name)
             begun.set()
-            toy.store._verifier._cancelled.wait()
+            wait_until_cancelled(toy)
 
     toy = Toy(FaultyStorage(open_storage(tmp_path / "run" / RANK), on_operation=watch))
 
@@ -586,7 +592,7 @@ def leave_without_close(directory: Path) -> None:
     def watch(operation: str, name: str, when: str) -> None:
         if operation == "folder_read" and when == "before":
             begun.set()
-            toy.store._verifier._cancelled.wait()
+            wait_until_cancelled(toy)
 
     storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=watch)
     toy = Toy(storage, commit_every=10)
