@@ -69,8 +69,8 @@ class SharedShard:
             return ()
         spec, holding = self.parameter.spec, self.parameter.holding
         if holding.is_whole:
-            whole = Chunk((0,) * len(spec.shape), spec.shape)
-            return tuple(_parts(spec, [HeldChunk(whole=whole, local=whole)], start, stop))
+            parts = record_chunks(spec, start, stop)
+            return tuple(HeldChunk(whole=part, local=part) for part in parts)
         return tuple(_parts(spec, holding.owned(spec.shape, rank, spec.column_block), start, stop))
 
 
@@ -282,7 +282,7 @@ def _sharded_ranges(
     of ``columns``.
     """
     owned = holding.owned_ranges(shape, columns)
-    locals_ = [holding.local_shape(shape, rank) for rank in holding.ranks]
+    locals_ = holding.local_shapes(shape)
     numels = [last - first for first, last in owned]
     sizes = [math.prod(local[1:]) if by_rows else 1 for local in locals_]
     most = sizes[numels.index(max(numels))]
@@ -317,7 +317,7 @@ def _parts(
         first, last = max(start, begin), min(stop, end)
         if first < last:
             sizes = chunk.whole.sizes
-            for part in record_chunks(spec.rectangle(sizes), first - begin, last - begin):
+            for part in record_chunks(spec, first - begin, last - begin, sizes):
                 if part.sizes == sizes:
                     yield chunk
                     continue

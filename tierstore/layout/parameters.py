@@ -108,7 +108,7 @@ class ParameterSpec:
         """True if what pages keep under MASTER is the parameter itself, which no step reads."""
         return self.stored[0].dtype == self.dtype
 
-    @property
+    @functools.cached_property
     def column_block(self) -> int:
         """Columns that stay together where a row is cut, from multiples of this number on."""
         return max(tensor.columns for tensor in self.stored)
@@ -129,7 +129,7 @@ class ParameterSpec:
             tensor.numel_of(numel, self.shape) * tensor.dtype.itemsize for tensor in self.stored
         )
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all stored tensors together."""
         return sum(
@@ -490,7 +490,7 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has dtype float64, and {encoding!r} for {state!r} has less than float32"
         elif state == MASTER and tensor.dtype != torch.bfloat16:
             yield f"has dtype {dtype_name(tensor.dtype)}: a {encoding!r} master needs bfloat16"
-    if not parameter.encodings.keys() - parameter.states.keys() - {MASTER}:
+    if parameter.encodings and not parameter.encodings.keys() - {*parameter.states, MASTER}:
         stored = [tensor_.name for tensor_ in parameter.spec.stored]
         for name in {name for name in stored if stored.count(name) > 1}:
             yield f"has a state {name!r}, which is the name of a tensor of an encoded state"

@@ -144,6 +144,8 @@ def owned_chunks(
     local = local_shape(shape, sharding, coordinate)
     start, stop = _owned_range(local, sharding, coordinate, columns)
     held = held_chunks(shape, sharding, coordinate)
+    if stop - start == math.prod(local):
+        return held
     owned = []
     for part in flat_range_chunks(local, start, stop):
         owned += [overlap for chunk in held if (overlap := _overlap(chunk, part)) is not None]
@@ -295,6 +297,10 @@ class Holding:
         """Return the shape of the local tensor of a rank, given the shape of the parameter."""
         return local_shape(shape, self.sharding, self._coordinate(rank))
 
+    def local_shapes(self, shape: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        """Return the shape of the local tensor of each of ``ranks``, in their order."""
+        return _local_shapes(shape, self.sharding)
+
     def held(self, shape: tuple[int, ...], rank: int) -> Sequence[HeldChunk]:
         """Return the chunks that a rank holds, as held_chunks()."""
         return held_chunks(shape, self.sharding, self._coordinate(rank))
@@ -347,13 +353,18 @@ def _owned(
 
 
 @functools.lru_cache(maxsize=2**10)
+def _local_shapes(shape: tuple[int, ...], sharding: Sharding) -> Sequence[tuple[int, ...]]:
+    return [
+        local_shape(shape, sharding, coordinate) for coordinate in np.ndindex(sharding.mesh_shape)
+    ]
+
+
+@functools.lru_cache(maxsize=2**10)
 def _owned_ranges(
     shape: tuple[int, ...], sharding: Sharding, columns: int
 ) -> Sequence[tuple[int, int]]:
-    return [
-        _owned_range(local_shape(shape, sharding, coordinate), sharding, coordinate, columns)
-        for coordinate in np.ndindex(sharding.mesh_shape)
-    ]
+    pairs = zip(_local_shapes(shape, sharding), np.ndindex(sharding.mesh_shape), strict=True)
+    return [_owned_range(local, sharding, coordinate, columns) for local, coordinate in pairs]
 
 
 @functools.lru_cache(maxsize=2**10)

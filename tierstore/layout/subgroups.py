@@ -83,16 +83,19 @@ def cut_into_pages(
     room = page_bytes
     for index, elements in enumerate(sequences):
         unit = _unit_numel(elements, page_bytes) if may_cut else elements.numel
+        unit_bytes = elements.parameter.bytes_of(unit)
         start = 0
         while start < elements.numel:
-            stop = _stop_within(elements, start, unit, room)
+            stop, nbytes = _stop_within(elements, start, unit, unit_bytes, room)
             if stop == start and pages[-1]:  # Not even one unit fits in the rest of this page.
                 pages.append([])
                 room = page_bytes
                 continue
-            stop = max(stop, min(start + unit, elements.numel))
+            if stop == start:
+                stop = min(start + unit, elements.numel)
+                nbytes = elements.nbytes(start, stop)
             pages[-1].append(Piece(parameter=index, start=start, stop=stop))
-            room -= elements.nbytes(start, stop)
+            room -= nbytes
             start = stop
     return [pieces for pieces in pages if pieces]
 
@@ -119,17 +122,22 @@ def _unit_numel(elements: Elements, page_bytes: int) -> int:
     return numel
 
 
-def _stop_within(elements: Elements, start: int, unit: int, room: int) -> int:
-    """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
-    unit_bytes = elements.parameter.bytes_of(unit)
+def _stop_within(
+    elements: Elements, start: int, unit: int, unit_bytes: int, room: int
+) -> tuple[int, int]:
+    """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes.
+
+    Then the bytes of the piece.
+    """
     units = min(-(-(elements.numel - start) // unit), room * elements.ranks // unit_bytes)
     # The framing of records also takes room, which depends on the chunks: step down until it fits.
     while units > 0:
         stop = min(start + units * unit, elements.numel)
-        if elements.nbytes(start, stop) <= room:
-            return stop
+        nbytes = elements.nbytes(start, stop)
+        if nbytes <= room:
+            return stop, nbytes
         units -= 1
-    return start
+    return start, 0
 
 
 def uncut_nbytes(shard: ParameterShard) -> int:
@@ -160,10 +168,20 @@ def record_places(tensor: StoredTensor, chunk: Chunk) -> list[Chunk]:
     return [tensor.chunk(chunk)]  # The chunk is small enough for one record of it.
 
 
-def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the chunks of a flat range, each small enough for one record of every state."""
+def record_chunks(
+    parameter: ParameterSpec, start: int, stop: int, shape: tuple[int, ...] | None = None
+) -> Iterator[Chunk]:
+    """Yield the chunks of a flat range, each small enough for one record of every state.
+
+    Args:
+        parameter: the parameter.
+        start: first element of the range.
+        stop: end of the range.
+        shape: of a rectangle of the parameter, if the range is one of its elements.
+    """
     itemsize = max(tensor.dtype.itemsize for tensor in parameter.stored)
-    yield from _cut(parameter.shape, start, stop, itemsize, parameter.column_block)
+    shape = parameter.shape if shape is None else shape
+    return _cut(shape, start, stop, itemsize, parameter.column_block)
 
 
 def _cut(
