@@ -13,9 +13,8 @@ import tierstore
 from muon import newton_schulz
 from muon.kernels.rules import problem_of_kernels
 from muon.keys import KEYS, from_text
-from muon.matrices import declared
 from muon.optimizer import Muon
-from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrices
+from muon.pipeline import ROUNDS_MAX, plan_pages
 from muon.rates import ADAMW, MASTERS, MUON, NEWTON_SCHULZ, STATES, Work, operations, rates
 from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
@@ -164,27 +163,23 @@ class PlannedMuon:
         Raises:
             ValueError: one matrix needs more than ``gather_memory``.
         """
-        known: dict[Any, Any] = {}
+        plans = plan_pages(
+            subgroups,
+            self._hyperparameters,
+            self._names,
+            world_size=world_size,
+            gather_memory=self._gather_memory,
+        )
         found: list[list[tuple[Mapping[Work, int], int, int]]] = [[] for _ in ranks]
         largest = in_flight = 0
-        for subgroup, rounds in zip(subgroups, self._rounds(subgroups, world_size), strict=True):
+        for subgroup, plan in zip(subgroups, plans, strict=True):
             group = self._hyperparameters[subgroup.group]
             is_muon = group["algorithm"] == "muon"
-            matrices = [
-                shared
-                for shard in subgroup.shards
-                if is_muon
-                for _, shared in shared_matrices(shard, declared(group), known)
-            ]
             itemsize = group["ns_dtype"].itemsize if is_muon else 0
-            owners = {i: owner for round_ in rounds for i, owner in round_.owners.items()}
             for position, rank in enumerate(ranks):
                 counts = _elements(subgroup, rank, is_muon=is_muon)
-                owned = [
-                    matrix.shape
-                    for index, matrix in enumerate(matrices)
-                    if rank == owners.get(index, matrix.whole_rank)
-                ]
+                pairs = zip(plan.places, plan.owners, strict=True)
+                owned = [matrix.shape for (_, matrix), owner in pairs if owner == rank]
                 orthogonalized = _newton_schulz(owned, group)
                 counts += orthogonalized
                 for _, (count, *shape), _ in orthogonalized:
@@ -193,26 +188,12 @@ class PlannedMuon:
                         shape, count, on_gpu=self._on_gpu, method=method
                     )
                     largest = max(largest, itemsize * numel)
-                sent, received = _exchanged(rounds, rank)
+                sent, received = _exchanged(plan.rounds, rank)
                 found[position].append((counts, itemsize * sent, itemsize * received))
-            for round_ in rounds:
+            for round_ in plan.rounds:
                 needs = [memory_needed(m, round_.owners[i]) for i, m in round_.matrices.items()]
                 in_flight = max(in_flight, itemsize * max(map(sum, zip(*needs, strict=True))))
         return found, largest + ROUNDS_MAX * in_flight
-
-    def _rounds(
-        self, subgroups: Sequence[tierstore.pages.SharedSubgroup], world_size: int
-    ) -> list[Sequence[Round]]:
-        if world_size == 1:
-            return [[] for _ in subgroups]
-        plans = plan_pages(
-            subgroups,
-            self._hyperparameters,
-            self._names,
-            world_size=world_size,
-            gather_memory=self._gather_memory,
-        )
-        return [plan.rounds for plan in plans]
 
 
 def _elements(

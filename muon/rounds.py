@@ -113,13 +113,19 @@ def assign_owners(
             sums[rank] += costs[index]
     shared = [index for index in range(len(matrices)) if index not in owners]
     for index in sorted(shared, key=lambda index: -costs[index]):
-        ranks = [(sums[rank], -numel, rank) for rank, numel in enumerate(matrices[index].numels)]
-        least, _, rank = min((load, part, rank) for load, part, rank in ranks if part < 0)
-        if least + costs[index] > most:
-            _, _, rank = min(ranks)
+        numels = matrices[index].numels
+        rank = _least_loaded([rank for rank, numel in enumerate(numels) if numel], sums, numels)
+        if sums[rank] + costs[index] > most:
+            rank = _least_loaded(range(len(sums)), sums, numels)
         owners[index] = rank
         sums[rank] += costs[index]
     return [owners[index] for index in range(len(matrices))], sums
+
+
+def _least_loaded(ranks: Sequence[int], loads: Sequence[int], numels: Sequence[int]) -> int:
+    """Return the rank with the least load, then the one with the largest part, then the lowest."""
+    least = min(map(loads.__getitem__, ranks))
+    return max((rank for rank in ranks if loads[rank] == least), key=numels.__getitem__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
