@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from tierstore.errors import PlanError
 from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
 
 PARTITIONS = ("ddp", "fsdp", "hsdp")
 
 
+@functools.lru_cache(maxsize=2**8)  # The layers of a model have the same shapes.
 def holding_of(
     shape: tuple[int, ...],
     partition: str,
