@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -30,6 +31,9 @@ from tierstore.units import format_bytes
 
 # A copy of an optimizer gets its own; torch.optim copies no hooks either.
 _NOT_COPIED = ("store", "step", "_attached", "_state")
+
+# Unwrapped, it does not import the compiler; see not_compiled().
+_add_param_group = not_compiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 
 
 class PagedOptimizer(torch.optim.Optimizer, ABC):
@@ -254,7 +258,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     def fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys."""
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         drop_duplicates(param_group)  # torch.optim has warned of them.
 
     def _check_parameters(self, numbers: Collection[int]) -> None:
