@@ -85,7 +85,7 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
     _require_whole(job, planned)
     shared = [
         [
-            shared_parameter(parameter, job.holding(parameter.spec.shape))
+            shared_parameter(parameter, job.holding(tuple(parameter.tensor.shape)))
             for parameter in group.parameters
         ]
         for group in planned.groups
@@ -93,21 +93,22 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
     subgroups = subgroups_of(shared, job.store, size)
     members: dict[tuple[int, ...], list[int]] = {}
     shards = [shard for subgroup in subgroups for shard in subgroup.shards]
-    by_rank = zip(
-        *([stop - start for start, stop in shard.ranges] for shard in shards), strict=True
-    )
+    unlike = dict.fromkeys(shard.ranges for shard in shards)  # Layers are cut alike.
+    by_rank = zip(*([stop - start for start, stop in ranges] for ranges in unlike), strict=True)
     for rank, numels in enumerate(by_rank):
         members.setdefault(numels, []).append(rank)
     densities = [shard.spec.nbytes / math.prod(shard.spec.shape) for shard in shards]
 
-    def by_state(item: tuple[tuple[int, ...], list[int]]) -> tuple[float, int]:
-        return -sum(map(operator.mul, item[0], densities)), item[1][0]
+    def by_state(alike: list[int]) -> tuple[float, int]:
+        bounds = (shard.ranges[alike[0]] for shard in shards)
+        numels = (stop - start for start, stop in bounds)
+        return -sum(map(operator.mul, numels, densities)), alike[0]
 
-    largest = sorted(members.items(), key=by_state)[:_CLASSES_MAX]
-    ranks = [found[0] for _, found in largest]
+    largest = sorted(members.values(), key=by_state)[:_CLASSES_MAX]
+    ranks = [alike[0] for alike in largest]
     works, matrix_bytes = planned.works(subgroups, ranks, size)
     classes = []
-    for rank, (_, alike), own in zip(ranks, largest, works, strict=True):
+    for rank, alike, own in zip(ranks, largest, works, strict=True):
         footprint = footprint_of(
             subgroups, job.store, world_size=size, rank=rank, on_gpu=job.on_gpu
         )
