@@ -196,20 +196,11 @@ def _elements(parameter: SharedParameter) -> Elements:
         is_divided = parameter.flat or not (spec.elementwise or spec.unit)
         ranks = len(holding.ranks) if is_divided else 1
         return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
-    numels = _owned_numels(parameter)
     # The rank with most fills the pages, so that ``page_bytes`` bounds the pages of all ranks.
-    most = max(numels)
-    rank = holding.ranks[numels.index(most)]
+    position, most = holding.fullest(spec.shape, spec.column_block)
     unit = spec.unit if _has_whole_units(parameter) else None
-    local = replace(spec.rectangle(holding.local_shape(spec.shape, rank)), unit=unit)
+    local = replace(spec.rectangle(holding.local_shapes(spec.shape)[position]), unit=unit)
     return Elements(parameter=local, numel=most)
-
-
-def _owned_numels(parameter: SharedParameter) -> list[int]:
-    """Return the number of elements that each rank of the mesh owns."""
-    spec = parameter.spec
-    ranges = parameter.holding.owned_ranges(spec.shape, spec.column_block)
-    return [stop - start for start, stop in ranges]
 
 
 def _has_whole_units(parameter: SharedParameter) -> bool:
@@ -283,15 +274,18 @@ def _sharded_ranges(
     """
     owned = holding.owned_ranges(shape, columns)
     locals_ = holding.local_shapes(shape)
-    numels = [last - first for first, last in owned]
     sizes = [math.prod(local[1:]) if by_rows else 1 for local in locals_]
-    most = sizes[numels.index(max(numels))]
-    ranges = []
-    for (first, last), local, size in zip(owned, locals_, sizes, strict=True):
+    most = sizes[holding.fullest(shape, columns)[0]]
+
+    def cut_at(bounds: tuple[int, int], local: tuple[int, ...], size: int) -> tuple[int, int]:
+        first, last = bounds
         cuts = [min(first + cut // most * size, last) for cut in (start, stop)]
         begin, end = (on_grid(local, cut, columns) - first for cut in cuts)
-        ranges.append((begin, end))
-    return _rank_ranges(holding.ranks, ranges, world_size)
+        return begin, end
+
+    parts = list(zip(owned, locals_, sizes, strict=True))
+    found = {part: cut_at(*part) for part in {*parts}}  # Hundreds of ranks have a few.
+    return _rank_ranges(holding.ranks, [found[part] for part in parts], world_size)
 
 
 def _rank_ranges(

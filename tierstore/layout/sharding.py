@@ -323,6 +323,10 @@ class Holding:
         """Return the range that each of ``ranks`` owns of its local tensor, in their order."""
         return _owned_ranges(shape, self.sharding, columns)
 
+    def fullest(self, shape: tuple[int, ...], columns: int = 1) -> tuple[int, int]:
+        """Return the first position in ``ranks`` that owns most elements, and their number."""
+        return _fullest(shape, self.sharding, columns)
+
     def keeps_rows_together(self, shape: tuple[int, ...], count: int) -> bool:
         """Return whether each rank owns whole units of ``count`` rows of its local tensor.
 
@@ -365,6 +369,12 @@ def _owned_ranges(
 ) -> Sequence[tuple[int, int]]:
     pairs = zip(_local_shapes(shape, sharding), np.ndindex(sharding.mesh_shape), strict=True)
     return [_owned_range(local, sharding, coordinate, columns) for local, coordinate in pairs]
+
+
+@functools.lru_cache(maxsize=2**10)
+def _fullest(shape: tuple[int, ...], sharding: Sharding, columns: int) -> tuple[int, int]:
+    numels = [stop - start for start, stop in _owned_ranges(shape, sharding, columns)]
+    return numels.index(max(numels)), max(numels)
 
 
 @functools.lru_cache(maxsize=2**10)
