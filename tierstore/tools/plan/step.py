@@ -153,10 +153,12 @@ def messages_of(subgroup: SharedSubgroup, rank: int) -> Counter[int]:
     """
     found: Counter[int] = Counter()
     for shard in subgroup.shards:
+        itemsize = shard.spec.dtype.itemsize
         for replicas in shard.parameter.holding.replicas():
             for owner in replicas if rank in replicas else ():
                 start, stop = shard.ranges[owner]
-                found[owner] += shard.spec.dtype.itemsize * max(0, stop - start)
+                if start < stop:
+                    found[owner] += itemsize * (stop - start)
     return found
 
 
