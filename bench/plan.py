@@ -49,7 +49,7 @@ import tierstore
 from tierstore.paging.tier_plan import STREAM_BUFFERS
 from tierstore.tools.plan.footprint import Footprint, StoreOptions, footprint_of
 from tierstore.tools.plan.job import Job
-from tierstore.tools.plan.memory import needs_of
+from tierstore.tools.plan.memory import model_bytes
 from tierstore.tools.plan.models import model_from_module
 from tierstore.tools.plan.rates import Rates, measured_rates
 from tierstore.tools.plan.skeleton import skeleton_of
@@ -430,10 +430,8 @@ def options_of(case: Case) -> StoreOptions:
 
 def predict_bytes(case: Case, ranks: Ranks) -> list[Bytes]:
     """Return the bytes of each rank, of all counted steps."""
-    needs = needs_of(ranks, model_from_module(Model(case)), nvme_limit=None)
-    parts = next(need.parts for need in needs if need.place == "host")
     beside = ranks.matrix_bytes + max(one.in_flight_bytes for one in ranks.classes)
-    model = (parts["parameters"] + parts["gradients"]) // case.ranks
+    model = 2 * model_bytes(ranks.job, model_from_module(Model(case))).held
 
     def bytes_of(footprint: Footprint) -> Bytes:
         written = case.steps * footprint.step_written_bytes

@@ -1,9 +1,12 @@
-"""The worked plans of docs/guide/planning.md: their answers as a table, and their pictures."""
+"""Worked plans of docs/guide/planning.md and published cases: their answers, and pictures."""
 
 from __future__ import annotations
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +60,6 @@ EXAMPLES = {
             "host_memory": 1024 * GIB,
             "tokens": 4_000_000,
             "activation_bytes": 20 * GIB,
-            "optimizer": {"gather_memory": 4 * GIB},
         },
     ),
     "1t": Example(
@@ -71,10 +73,70 @@ EXAMPLES = {
             "active_parameters": 32_000_000_000,
             "expert_parallel": 64,
             "activation_bytes": 30 * GIB,
-            "optimizer": {"gather_memory": 4 * GIB},
         },
     ),
 }
+
+
+_CARD = "--gpus 1 --gpu-memory 24GB --host-memory 64GB --drives 1x2TB@7/5GB/s,1200TBW --tflops 80"
+_NODE = "--drives 4x3.84TB@7/5GB/s,1DWPD --tflops 400 --algorithm adamw"
+FITS = {
+    "7B, one card, AdamW": f"llama-2-7b --tokens 64k {_CARD} --algorithm adamw",
+    "7B, one card, Muon": f"llama-2-7b --tokens 64k {_CARD}",
+    "8B, one card, AdamW": f"llama-3.1-8b --tokens 64k {_CARD} --algorithm adamw",
+    "8B, one card, Muon": f"llama-3.1-8b --tokens 64k {_CARD}",
+    "32B, one GPU of 96 GB": "qwen3-32b --tokens 64k --gpus 1 --gpu-memory 96GB "
+    f"--host-memory 744GB {_NODE}",
+    "70B, one GPU of 80 GB": "llama-3.1-70b --tokens 64k --gpus 1 --gpu-memory 80GB "
+    f"--host-memory 1TB {_NODE}",
+    "70B, 8 GPUs": "llama-3.1-70b --tokens 4M --gpus 8 --gpu-memory 80GB "
+    f"--host-memory 1TB {_NODE}",
+    "671B, 64 nodes of 8": "deepseek-v3 --tokens 64M --nodes 64 --gpus 8 --gpu-memory 80GB "
+    f"--host-memory 2TB {_NODE}",
+}
+"""Case -> arguments of ``tierstore fit``."""
+
+
+def fitted(arguments: str) -> tuple[dict[str, Any], float]:
+    """Return the answer of ``tierstore fit``, and the seconds of processor time of its process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run(
+        [sys.executable, "-m", "tierstore.tools", "fit", *arguments.split(), "--json"],
+        capture_output=True,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
+def best_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the quickest plan, its step, and its needs."""
+    best = answer["plans"][0]
+    plan = best["plan"]
+    return {
+        "options": best["options"],
+        "step_seconds": plan["step"]["seconds"],
+        "steps_allowed": plan["wear"]["steps"],
+        "needs": {need["place"]: need["parts"] for need in plan["needs"]},
+    }
+
+
+def fits_table(answers: dict[str, tuple[dict[str, Any], float]]) -> Table:
+    """Return the quickest plan of each case."""
+    table = Table(title="Settings that fit")
+    for heading in ("case", "step", "GPU", "host", "drives", "steps", "searched in"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    for case, (answer, seconds) in answers.items():
+        best = answer["plans"][0]["plan"]
+        needs = {need["place"]: format_bytes(need["bytes"]) for need in best["needs"]}
+        table.add_row(
+            case,
+            seconds_text(best["step"]["seconds"]),
+            *(needs[place] for place in ("GPU", "host", "NVMe")),
+            f"{best['wear']['steps']:,.0f}",
+            seconds_text(seconds),
+        )
+    return table
 
 
 def planned(example: Example) -> Plan:
@@ -122,8 +184,13 @@ def main(
         )
         if pictures is not None:
             (pictures / f"plan-{name}.svg").write_text(picture_of(one), encoding="utf-8")
-    Console(width=120).print(table)
-    write_report(json_path, plans={name: to_plain(one) for name, one in found.items()})
+    cases = {case: FITS[case] for case in list(FITS)[: 1 if small else None]}
+    answers = {case: fitted(arguments) for case, arguments in cases.items()}
+    console = Console(width=120)
+    console.print(table)
+    console.print(fits_table(answers))
+    fits = {case: best_of(answer) for case, (answer, _) in answers.items()}
+    write_report(json_path, fits=fits, plans={name: to_plain(one) for name, one in found.items()})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from muon import newton_schulz
 from muon.kernels.rules import problem_of_kernels
 from muon.keys import KEYS, from_text
 from muon.optimizer import Muon
-from muon.pipeline import ROUNDS_MAX, plan_pages
+from muon.pipeline import ROUNDS_MAX, GatherMemoryError, PagePlan, plan_pages
 from muon.rates import ADAMW, MASTERS, MUON, NEWTON_SCHULZ, STATES, Work, operations, rates
 from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
@@ -58,11 +58,11 @@ class MuonPlan:
     """The entry point ``muon`` of the group ``tierstore.optimizers``."""
 
     algorithms = ("muon", "adamw")
-    narrower: Sequence[tuple[str, Mapping[str, Any]]] = (
-        ("momentum in bfloat16", {"momentum_dtype": torch.bfloat16}),
-        ("momentum in 8 bits", {"momentum_dtype": torch.int8}),
-        ("masters as remainders", {"master": "remainder"}),
-        ("moments of AdamW in 8 bits", {"moments_dtype": torch.int8}),
+    narrower: Sequence[tuple[str, Mapping[str, Any], bool]] = (
+        ("masters as remainders", {"master": "remainder"}, True),
+        ("momentum in bfloat16", {"momentum_dtype": torch.bfloat16}, False),
+        ("momentum in 8 bits", {"momentum_dtype": torch.int8}, False),
+        ("moments of AdamW in 8 bits", {"moments_dtype": torch.int8}, False),
     )
 
     def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
@@ -106,8 +106,7 @@ class MuonPlan:
             chosen = {"ns_batched": True, **chosen}
         is_adamw = algorithm == "adamw"
         groups = param_groups(model, is_muon=(lambda name, parameter: False) if is_adamw else None)
-        call = _call(chosen, is_adamw=is_adamw)
-        return PlannedMuon(groups, chosen, call=call, on_gpu=on_gpu)
+        return PlannedMuon(groups, chosen, is_adamw=is_adamw, on_gpu=on_gpu)
 
 
 class PlannedMuon:
@@ -115,8 +114,9 @@ class PlannedMuon:
 
     Args:
         groups: as for ``paged_groups()``.
-        options: arguments of ``Muon``.
-        call: Python code that makes this optimizer.
+        options: arguments of ``Muon``. Without ``gather_memory``, it is the default, or what the
+            largest matrix needs.
+        is_adamw: whether all groups are those of AdamW.
         on_gpu: whether steps are computed on a GPU.
     """
 
@@ -128,18 +128,21 @@ class PlannedMuon:
         groups: Iterable[Mapping[str, Any]],
         options: Mapping[str, Any],
         *,
-        call: str = "",
+        is_adamw: bool = False,
         on_gpu: bool = False,
     ) -> None:
         optimizer = _without_values(groups, options)
         self.groups = optimizer.paged_groups()
         """The param groups, as the store would page them."""
-        self.call = call
-        """Python code that makes the optimizer."""
+        self._options, self._is_adamw = dict(options), is_adamw
         self._on_gpu = on_gpu
-        self._gather_memory = tierstore.pages.parse_bytes(options.get("gather_memory", "2GiB"))
         self._hyperparameters = [dict(group) for group in optimizer.param_groups]
         self._names = frozenset(p.name for group in self.groups for p in group.parameters)
+
+    @property
+    def call(self) -> str:
+        """Python code that makes the optimizer; after works() with the memory that it needs."""
+        return _call(self._options, is_adamw=self._is_adamw)
 
     def works(
         self,
@@ -161,15 +164,9 @@ class PlannedMuon:
             products, and the rounds in flight.
 
         Raises:
-            ValueError: one matrix needs more than ``gather_memory``.
+            ValueError: one matrix needs more than the ``gather_memory`` that was given.
         """
-        plans = plan_pages(
-            subgroups,
-            self._hyperparameters,
-            self._names,
-            world_size=world_size,
-            gather_memory=self._gather_memory,
-        )
+        plans = self._plan_pages(subgroups, world_size)
         found: list[list[tuple[Mapping[Work, int], int, int]]] = [[] for _ in ranks]
         largest = in_flight = 0
         for subgroup, plan in zip(subgroups, plans, strict=True):
@@ -194,6 +191,24 @@ class PlannedMuon:
                 needs = [memory_needed(m, round_.owners[i]) for i, m in round_.matrices.items()]
                 in_flight = max(in_flight, itemsize * max(map(sum, zip(*needs, strict=True))))
         return found, largest + ROUNDS_MAX * in_flight
+
+    def _plan_pages(
+        self, subgroups: Sequence[tierstore.pages.SharedSubgroup], world_size: int
+    ) -> list[PagePlan]:
+        gather_memory = tierstore.pages.parse_bytes(self._options.get("gather_memory", "2GiB"))
+        try:
+            return plan_pages(
+                subgroups,
+                self._hyperparameters,
+                self._names,
+                world_size=world_size,
+                gather_memory=gather_memory,
+            )
+        except GatherMemoryError as error:
+            if "gather_memory" in self._options:
+                raise
+            self._options["gather_memory"] = error.needed
+            return self._plan_pages(subgroups, world_size)
 
 
 def _elements(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tierstore.run.random_state import RandomState
     from tierstore.run.registered import CommittedStep
     from tierstore.store import TierStore
+    from tierstore.tools.plan.module_fit import fit
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _MODULES = {
     "RandomState": "run.random_state",
     "Stats": "paging.stats",
     "TierStore": "store",
+    "fit": "tools.plan.module_fit",
     "pages": "pages",
 }
 
@@ -86,5 +88,6 @@ __all__ = [
     "ThreadError",
     "TierStore",
     "TierstoreError",
+    "fit",
     "pages",
 ]

@@ -167,7 +167,7 @@ def test_what_is_wrong_is_said() -> None:
     headings = _Elements(page).headings
     assert "worn out" in headings[0]
     assert headings[1] == "The job does not fit: one GPU"
-    assert "The nearest change with which it fits: FSDP instead of DDP." in page
+    assert "`tierstore fit` finds settings with which it fits, or the nearest machine." in page
     assert "The run has 1,000,000,000,000 steps." in page
     assert "Activations are left out" not in page
     memory = texts_of(pictures_of(page)[0])

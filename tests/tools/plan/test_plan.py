@@ -99,15 +99,15 @@ def test_memory_is_worked_out_part_by_part() -> None:
     assert by_place["GPU"].parts["pages on the device"] == 4 * page
     # The matrix that is given, those before and after a step, and two square products.
     assert by_place["GPU"].parts["tensors of the optimizer"] == 5 * 2 * 1024**2
-    assert by_place["host"].parts == {"buffers of pages": 4 * page}
+    assert by_place["host"].parts == {"buffers of pages": 4 * page, "the program": 3 * 2**30}
     assert by_place["NVMe"].parts == {
         "pages of the run": 8 * page,
         "their second slots": 8 * page,
         "published checkpoints": 16 * page,
         "while one is published": 8 * page,
     }
-    assert found.fits
-    assert found.remedy is None
+    assert not found.fits  # A program with CUDA has more than a GB of host memory.
+    assert planned(gpus=1, gpu_memory=GB, host_memory=4 * GB, store=SMALL).fits
 
 
 def test_fsdp_gathers_two_layers_and_what_is_outside_of_them() -> None:
@@ -132,39 +132,6 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         planned(experts, gpus=8, expert_parallel=3, store=SMALL)
     with pytest.raises(PlanError, match="8 experts cannot be dealt equally to 16 ranks"):
         planned(experts, gpus=16, expert_parallel=16, store=SMALL)
-
-
-@pytest.mark.parametrize(
-    ("fields", "remedy"),
-    [
-        ({"gpu_memory": CONTEXT + 60 * 10**6, "gpus": 1}, "4 nodes instead of 1"),
-        ({"host_memory": 20 * 10**6, "gpus": 1}, "host_memory='16.0 MiB' for each store"),
-        ({"drives": "1x120MB@7/5GB/s,1DWPD", "checkpoints": 1}, "0 published checkpoints"),
-        ({"drives": "1x60MB@7/5GB/s,1DWPD", "checkpoints": 0}, "2 drives in each node"),
-        (
-            {"gpu_memory": CONTEXT + 80 * 10**6, "gpus": 2, "partition": "ddp"},
-            "FSDP instead of DDP",
-        ),
-        ({"gpu_memory": 10**6, "gpus": 1}, None),
-        (
-            {"drives": "3000x1KB@7/5GB/s,1DWPD", "checkpoints": 3000},
-            "151342744 drives in each node",
-        ),
-    ],
-)
-def test_the_nearest_change_that_fits(fields: dict[str, Any], remedy: str | None) -> None:
-    store = StoreOptions(host_memory=2**25)
-    found = planned(**{"store": store, **fields})
-    assert not found.fits
-    assert (found.remedy or "").startswith(remedy or "\0") == (remedy is not None)
-
-
-def test_no_remedy_has_more_ranks_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = StoreOptions(host_memory=2**25)
-    limited = {"gpu_memory": CONTEXT + 60 * 10**6, "gpus": 1, "store": store}
-    assert planned(**limited).remedy == "4 nodes instead of 1"
-    monkeypatch.setattr("tierstore.tools.plan.job.RANKS_MAX", 3)
-    assert planned(**limited).remedy is None
 
 
 def test_paging_is_free_from_there_on() -> None:
@@ -274,15 +241,12 @@ def test_8b_on_a_gpu_of_24_gb(algorithm: str) -> None:
     job = Job(gpus=1, gpu_memory=24 * 2**30, host_memory=128 * 2**30, drives=drives)
     rates = assumed_rates(drives, on_gpu=True)
 
-    def needs(gib: int = 64, **options: Any) -> tuple[dict[str, Any], str | None]:
-        store = StoreOptions(host_memory=gib * 2**30, **options)
+    def needs(**options: Any) -> dict[str, Any]:
+        store = StoreOptions(host_memory=64 * 2**30, **options)
         found = plan(model, replace(job, store=store), rates, algorithm=algorithm)
-        return {need.place: need for need in found.needs}, found.remedy
+        return {need.place: need for need in found.needs}
 
-    (stay, remedy), (leave, _) = needs(), needs(offload_gradients="backward")
-    assert remedy == 'offload_gradients="backward"'
-    _, remedy = needs(8)
-    assert remedy == "offload_gradients=\"backward\" and host_memory='23.0 GiB' for each store"
+    stay, leave = needs(), needs(offload_gradients="backward")
     parameters, largest = 2 * 8_030_261_248, 2 * 128_256 * 4096
     assert not stay["GPU"].fits
     assert leave["GPU"].fits

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.tools.cli import checkpoint, convert, doctor, inspect, plan, probe, verify
+from tierstore.tools.cli import checkpoint, convert, doctor, fit, inspect, plan, probe, verify
 from tierstore.tools.cli.exit_codes import Program
 from tierstore.tools.cli.output import write
 
@@ -29,6 +29,7 @@ app.command()(verify.verify)
 app.command()(checkpoint.checkpoint)
 app.command()(convert.convert)
 app.command()(probe.probe)
+app.command()(fit.fit)
 app.command()(plan.plan)
 app.command()(doctor.doctor)
 

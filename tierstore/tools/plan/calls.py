@@ -11,6 +11,8 @@ from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.plan import Plan
 from tierstore.units import parse_bytes
 
+_COLUMNS = 100
+
 
 def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
     """Return the code that makes the store and the optimizer of a plan.
@@ -19,15 +21,6 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
         found: the plan.
         directories: one on each drive; none: names to replace.
     """
-    places = list(directories) or _names(found.job)
-    place = json.dumps(places[0] if len(places) == 1 else places)
-    store = found.job.store
-    given = "".join(
-        f"\n    {one.name}={_text(one.name, getattr(store, one.name))},"
-        for one in fields(StoreOptions)
-        if getattr(store, one.name) != one.default or one.name == "host_memory"
-    )
-    lines = [f"store = tierstore.TierStore(\n    {place},{given}\n)", f"optimizer = {found.call}"]
     imports = {"import tierstore"}
     package = found.call.partition(".")[0]
     if package.isidentifier():
@@ -37,16 +30,70 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
     module = found.algorithm.rpartition(".")[0]
     if module not in ("", "torch.optim"):
         imports.add(f"import {module}")
-    return "\n".join([*sorted(imports), "", *lines]) + "\n"
+    return "\n".join([*sorted(imports), "", *_made(found, directories)]) + "\n"
+
+
+def program_of(found: Plan, directories: Sequence[str] = ()) -> str:
+    """Return the code of a training loop with the settings of a plan.
+
+    Names that a program has are ``model``, ``batches`` and ``loss_of``.
+    """
+    job, lines = found.job, []
+    if job.on_gpu and not job.parameters_on_gpu:
+        lines += [
+            "for layer in model.model.layers:",
+            "    fully_shard(layer, offload_policy=CPUOffloadPolicy())",
+            "fully_shard(model, offload_policy=CPUOffloadPolicy())",
+        ]
+    if job.checkpointing:
+        lines.append("model.gradient_checkpointing_enable()")
+    lines += [*_made(found, directories), "optimizer.restore()", "for batch in batches:"]
+    at_once = f"{job.tokens_at_once:,} tokens on each rank"
+    loss = "loss_of(model, part)"
+    if job.loss_tokens is not None:
+        loss = f"loss_of(model, part, logits_at_once={job.loss_tokens})"
+    lines += [
+        f"    for part in batch.chunk({job.micro_batches}):  # {at_once}",
+        f"        ({loss} / {job.micro_batches}).backward()",
+        "    optimizer.step()",
+        "    optimizer.zero_grad()",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _made(found: Plan, directories: Sequence[str]) -> list[str]:
+    places = list(directories) or _names(found.job)
+    store = found.job.store
+    given = [
+        json.dumps(places[0] if len(places) == 1 else places),
+        *(
+            f"{one.name}={_text(one.name, getattr(store, one.name))}"
+            for one in fields(StoreOptions)
+            if getattr(store, one.name) != one.default or one.name == "host_memory"
+        ),
+    ]
+    if found.job.offloads:
+        given.append("free_gradients=True")
+    call = f"store = tierstore.TierStore({', '.join(given)})"
+    if len(call) > _COLUMNS:
+        call = "store = tierstore.TierStore(\n    " + ",\n    ".join(given) + ",\n)"
+    return [call, f"optimizer = {found.call}"]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size in the largest unit that is exact: ``"57GiB"``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        size = parse_bytes(f"1{unit}")
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return str(nbytes)
 
 
 def _text(name: str, value: object) -> str:
-    """Return a value as code: sizes in the largest unit that is exact."""
+    """Return a value as code."""
     if isinstance(value, int) and name not in ("buffers", "commit_every"):
-        for unit in ("TiB", "GiB", "MiB"):
-            size = parse_bytes(f"1{unit}")
-            if value and value % size == 0:
-                return f'"{value // size}{unit}"'
+        text = size_text(value)
+        return text if text.isdecimal() else json.dumps(text)
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 

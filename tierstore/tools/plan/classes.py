@@ -36,7 +36,7 @@ class ClassPlan:
     algorithms = tuple(
         sorted(f"torch.optim.{cls.__name__}" for cls in (*ELEMENTWISE, torch.optim.Adafactor))
     )
-    narrower: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    narrower: Sequence[tuple[str, Mapping[str, Any], bool]] = ()
 
     def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
         """Measure steps of each class in memory, for square parameters in float32 and in bfloat16.

@@ -51,7 +51,7 @@ def curves(found: Plan) -> Curves:
 
 def tokens_of(found: Plan, model_s: float) -> float | None:
     """Return the tokens of a step with that much forward and backward; None if not known."""
-    return found.job.tokens_in(model_s, found.model.parameter_count)
+    return found.job.tokens_in(model_s, found.model.active_count)
 
 
 def _by_drives(found: Plan) -> Iterable[Point]:

@@ -168,7 +168,8 @@ def footprint_of(
     *,
     world_size: int = 1,
     rank: int = 0,
-    on_gpu: bool = False,
+    parameters_on_gpu: bool = False,
+    steps_on_gpu: bool = False,
 ) -> Footprint:
     """Return what a run takes of one rank.
 
@@ -177,7 +178,8 @@ def footprint_of(
         options: the arguments of the store.
         world_size: number of ranks.
         rank: the rank.
-        on_gpu: whether parameters are on a GPU.
+        parameters_on_gpu: whether parameters are on a GPU.
+        steps_on_gpu: whether pages are stepped there.
 
     Raises:
         BudgetError: the host memory cannot hold the fewest buffers that work; the message names
@@ -186,22 +188,22 @@ def footprint_of(
     layouts = _layouts(subgroups, rank)
     sizes = [layout.nbytes for layout in _present(layouts)]
     window = pages_at_once(world_size)
-    moves_parameters = on_gpu and options.step_on == "cpu"
-    offloads = on_gpu and options.offload_gradients is not None
+    moves_parameters = parameters_on_gpu != steps_on_gpu
+    offloads = parameters_on_gpu and options.offload_gradients is not None
     slabs = gradients = 0
     if moves_parameters or offloads:
         slabs = slabs_bytes(
             layouts,
-            slabs_count(window, on_gpu=not moves_parameters),
+            slabs_count(window, on_gpu=steps_on_gpu),
             moves_parameters=moves_parameters,
             gradient_dtype=None,
         )
     if offloads:
         gradients = sum(map(parameter_bytes, layouts))
-    reserved = gradients + (slabs if moves_parameters else 0)
+    reserved = gradients + (0 if steps_on_gpu else slabs)
     placement = place(sizes, replace(options.budget, reserved=reserved))
     device_bytes = placement.in_tier(Tier.DEVICE, sizes)
-    if on_gpu and not moves_parameters:
+    if steps_on_gpu:
         device_bytes += slabs + math.prod(placement.staging(sizes, window))
     return Footprint(
         options=options,

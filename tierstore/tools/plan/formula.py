@@ -31,12 +31,14 @@ _READ_AHEAD = 2 / 3
 class PageWork:
     """Cost of one page in a step, on one rank; of nothing if the rank owns nothing of it."""
 
-    read_bytes: int
+    read_bytes: float
     """Bytes read before the page is stepped; 0 for a page that rests in memory."""
-    write_bytes: int
+    write_bytes: float
     """Bytes written if the page is written."""
     compute_s: float
     """Seconds of the GPU, or of the thread of a rank that computes on the CPU."""
+    count: float = 1
+    """Number of such pages, one after the other."""
     phase: int = 0
     """Pages of a phase follow each other, and equal pages are spread evenly over it."""
     check_s: float = 0.0
@@ -55,7 +57,7 @@ class PageWork:
     """Seconds of the network to send parameters to the replicas."""
     rests: bool = False
     """True for a page that stays in memory: it needs no buffer and is written for commits only."""
-    added_bytes: int = 0
+    added_bytes: float = 0
     """Bytes that a commit adds to what was written: values of parameters that no step writes."""
     add_s: float = 0.0
     """Seconds of the thread to copy them from the GPU."""
@@ -154,9 +156,9 @@ class StepTime:
 class _Sums:
     """Sums over some pages of a rank."""
 
-    pages: int = 0
+    pages: float = 0
     """Pages that the rank owns, or meets others at."""
-    buffered: int = 0
+    buffered: float = 0
     """Pages among them that pass through the pool."""
     compute: float = 0.0
     gather: float = 0.0
@@ -166,11 +168,11 @@ class _Sums:
     gradients: float = 0.0
     check: float = 0.0
     seal: float = 0.0
-    read: int = 0
-    write: int = 0
+    read: float = 0
+    write: float = 0
     """Bytes that every step writes."""
     sealed: float = 0.0
-    written: int = 0
+    written: float = 0
     """Bytes of a step that commits; ``sealed`` are the seconds of their checksums."""
     add: float = 0.0
     buffer_s: float = 0.0
@@ -252,29 +254,30 @@ class _Rank:
     def _sums(self, pages: Sequence[tuple[PageWork, tuple[float, float, float]]]) -> _Sums:
         rates, sums = self._rates, _Sums()
         for page, (exchange_s, spread_s, slowest_s) in pages:
+            count = page.count
             compute_s = slowest_s if exchange_s else page.compute_s
-            sums.compute += compute_s
-            sums.gather += exchange_s
-            sums.spread += spread_s
+            sums.compute += count * compute_s
+            sums.gather += count * exchange_s
+            sums.spread += count * spread_s
             nbytes = page.write_bytes + page.added_bytes
-            sums.pages += bool(nbytes or exchange_s or spread_s)
-            sums.copy_in += page.copy_in_s
-            sums.copy_out += page.copy_out_s
-            sums.gradients += page.gradients_s
-            sums.check += page.check_s
-            sums.sealed += page.seal_s + page.added_seal_s
-            sums.written += nbytes
-            sums.read += page.read_bytes
-            sums.add += page.add_s
+            sums.pages += count * bool(nbytes or exchange_s or spread_s)
+            sums.copy_in += count * page.copy_in_s
+            sums.copy_out += count * page.copy_out_s
+            sums.gradients += count * page.gradients_s
+            sums.check += count * page.check_s
+            sums.sealed += count * (page.seal_s + page.added_seal_s)
+            sums.written += count * nbytes
+            sums.read += count * page.read_bytes
+            sums.add += count * page.add_s
             if page.needs_buffer:
-                sums.buffered += 1
-                sums.seal += page.seal_s
-                sums.write += page.write_bytes
+                sums.buffered += count
+                sums.seal += count * page.seal_s
+                sums.write += count * page.write_bytes
                 arrives = page.read_bytes / rates.mixed_read + page.check_s
                 leaves = page.copy_out_s + page.seal_s + page.write_bytes / rates.mixed_write
                 stepped = page.copy_in_s + 2 * exchange_s + self._rules.window * compute_s
-                sums.buffer_s += arrives + stepped + leaves
-                sums.turn_s += arrives + compute_s
+                sums.buffer_s += count * (arrives + stepped + leaves)
+                sums.turn_s += count * (arrives + compute_s)
         return sums
 
     def _first_read_s(self, pages: Sequence[PageWork]) -> float:
@@ -283,7 +286,7 @@ class _Rank:
         for page in pages:
             if page.read_bytes:
                 return max(0.0, page.read_bytes / self._rates.read + page.check_s - before)
-            before += page.compute_s
+            before += page.count * page.compute_s
         return 0.0
 
     def _in_lanes(self, sums: _Sums, *, in_memory: bool = False) -> tuple[float, float]:
@@ -420,6 +423,6 @@ class _Rank:
         }
 
 
-def _share(buffers: int, pages: int) -> float:
+def _share(buffers: int, pages: float) -> float:
     """Return the share of some pages that buffers hold at once."""
     return min(1.0, buffers / pages) if pages else 0.0

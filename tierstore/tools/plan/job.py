@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +17,7 @@ from tierstore.units import format_bytes
 RANKS_MAX = 2**16
 _MOST = 2.0**63
 _MAY_BE_ZERO = ("gpus", "wear", "model_s", "checkpoints", "activation_bytes")
+_MICRO_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,17 @@ class Job:
     """As for ``holding_of``; of no effect with one rank."""
     expert_parallel: int = 1
     """Ranks that the experts of a layer are dealt to; as for ``holding_of``."""
+    parameters_on: str = "gpu"
+    """"host": FSDP2's CPUOffloadPolicy() keeps parameters and gradients in page-locked memory, and
+    brings each layer to the GPU for forward and backward. Of no effect without GPUs."""
     tokens: int | None = None
     """Tokens of one step of all ranks together."""
+    micro_tokens: int | None = None
+    """Tokens of one forward and backward of a rank; None: 4096, or those of the step."""
+    checkpointing: bool = False
+    """Whether each layer is computed again in backward."""
+    loss_tokens: int | None = None
+    """Most tokens whose logits exist at once; None: all of a forward."""
     flops: float | None = None
     """Floating-point operations per second that a rank achieves in forward and backward."""
     model_s: float | None = None
@@ -50,7 +61,7 @@ class Job:
     active_parameters: int | None = None
     """Parameters that a token passes through; None: all."""
     activation_bytes: int | None = None
-    """Memory of activations on each rank; None: they are left out."""
+    """Memory of activations and logits on each rank; None: estimated if ``tokens`` are known."""
     checkpoints: int = 1
     """Published checkpoints that are kept."""
     steps: int | None = None
@@ -81,6 +92,19 @@ class Job:
                 f"a node with {self.gpus} GPUs has a rank on each of them, so cpu_ranks must be "
                 f"left out, got {self.cpu_ranks}"
             )
+        if self.parameters_on not in ("gpu", "host"):
+            raise PlanError(f"parameters_on is 'gpu' or 'host', got {self.parameters_on!r}")
+        if self.on_gpu and not self.parameters_on_gpu:
+            if self.partition == "ddp" and self.world_size > 1:
+                raise PlanError(
+                    "parameters on the host are those of FSDP2's CPUOffloadPolicy(): plan with "
+                    "fsdp or hsdp"
+                )
+            if self.store.offload_gradients is not None:
+                raise PlanError(
+                    "FSDP2's CPUOffloadPolicy() brings gradients to the host itself: leave "
+                    "offload_gradients out"
+                )
         if self.offloads and self.partition == "ddp" and self.world_size > 1:
             raise PlanError(
                 "offload_gradients takes gradients that are reduced in backward, and DDP reduces "
@@ -106,18 +130,39 @@ class Job:
 
     @property
     def on_gpu(self) -> bool:
-        """True if parameters are on GPUs."""
+        """True if forward and backward are computed on GPUs."""
         return self.gpus > 0
+
+    @property
+    def parameters_on_gpu(self) -> bool:
+        """True if parameters are on GPUs."""
+        return self.on_gpu and self.parameters_on == "gpu"
 
     @property
     def steps_on_gpu(self) -> bool:
         """True if pages are stepped on GPUs."""
-        return self.on_gpu and self.store.step_on != "cpu"
+        step_on = self.store.step_on
+        return self.parameters_on_gpu if step_on is None else self.on_gpu and step_on != "cpu"
 
     @property
     def offloads(self) -> bool:
         """True if gradients leave GPUs during backward."""
-        return self.on_gpu and self.store.offload_gradients is not None
+        return self.parameters_on_gpu and self.store.offload_gradients is not None
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """Tokens of one forward and backward of a rank; None if ``tokens`` are not known."""
+        if self.tokens is None:
+            return None
+        of_rank = math.ceil(self.tokens / self.world_size)
+        return min(of_rank, self.micro_tokens or _MICRO_TOKENS)
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards and backwards of a step."""
+        if self.tokens is None or self.tokens_at_once is None:
+            return 1
+        return math.ceil(self.tokens / self.world_size / self.tokens_at_once)
 
     def holding(self, shape: tuple[int, ...]) -> Holding:
         """Return the ranks that hold a parameter.
@@ -129,28 +174,30 @@ class Job:
             shape, self.partition, self.world_size, self.node_size, self.expert_parallel
         )
 
-    def compute_s(self, parameter_count: int) -> float | None:
-        """Return the seconds of forward and backward: 6 operations per parameter and token.
+    def compute_s(self, active_count: int) -> float | None:
+        """Return the seconds of forward and backward; None if the job does not say.
 
-        Activation checkpointing repeats the forward pass, which is part of the achieved rate.
-        None if the job does not say.
+        These are 6 operations per parameter and token, and 2 more for a forward that is repeated.
+
+        Args:
+            active_count: parameters that a token passes through, if the job does not say.
         """
         if self.model_s is not None:
             return self.model_s
         if self.tokens is None or self.flops is None:
             return None
-        active = self.active_parameters or parameter_count
-        return 6.0 * active * self.tokens / (self.flops * self.world_size)
+        return self.tokens * self._token_s(active_count, self.flops)
 
-    def tokens_in(self, seconds: float, parameter_count: int) -> float | None:
+    def tokens_in(self, seconds: float, active_count: int) -> float | None:
         """Return the tokens of a step whose forward and backward take some seconds."""
-        known = self.compute_s(parameter_count)
+        known = self.compute_s(active_count)
         if self.tokens is not None and known:
             return self.tokens * seconds / known
-        if self.flops is None:
-            return None
-        active = self.active_parameters or parameter_count
-        return seconds * self.flops * self.world_size / (6.0 * active)
+        return None if self.flops is None else seconds / self._token_s(active_count, self.flops)
+
+    def _token_s(self, active_count: int, flops: float) -> float:
+        operations = (8.0 if self.checkpointing else 6.0) * (self.active_parameters or active_count)
+        return operations / (flops * self.world_size)
 
     def describe(self) -> str:
         """Return the machines as text: ``"64 nodes, 8 GPUs of 80.0 GiB on each"``."""

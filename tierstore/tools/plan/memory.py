@@ -6,15 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierstore.layout.sharding import Holding
 from tierstore.paging.host_gradients import LEAVING_BYTES_MAX
 from tierstore.paging.tier_plan import Tier
+from tierstore.tools.plan.activations import Activations, activations_of
 from tierstore.tools.plan.job import Job
-from tierstore.tools.plan.models import Model, ModelParameter
+from tierstore.tools.plan.models import Model, layer_of
 from tierstore.tools.plan.step import Ranks
 
 _CONTEXT_BYTES = 1 << 29
 """Memory of a GPU that CUDA takes for each process, about, with the kernels that were loaded."""
+
+_PROGRAM_BYTES, _PROGRAM_OF_GPU_BYTES = 3 << 27, 3 << 30
+"""Host memory of Python with torch, about, without and with CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,43 +42,107 @@ class Need:
         return self.limit is None or self.nbytes <= self.limit
 
 
-def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBytes:
+    """Bytes that stores and optimizers take, of the fullest rank and of a node."""
+
+    buffers: int
+    resting: int
+    """Of pages in host memory."""
+    copies: int
+    """Of gradients and parameters in host memory."""
+    device: int
+    matrices: int
+    """Beside pages, where they are stepped."""
+    in_flight: int
+    """Of parameters on their way to replicas."""
+    state: int
+    """Of the pages of all ranks of a node."""
+
+
+def store_bytes(ranks: Ranks) -> StoreBytes:
+    """Return what laid out ranks take."""
+    fullest = max((one.footprint for one in ranks.classes), key=lambda one: one.host_bytes)
+    sizes = [layout.nbytes for layout, _ in fullest.pages]
+    placement = fullest.placement
+    buffers = placement.buffers * placement.buffer_bytes
+    resting = placement.in_tier(Tier.HOST, sizes)
+    return StoreBytes(
+        buffers=buffers,
+        resting=resting,
+        copies=fullest.host_bytes - buffers - resting,
+        device=ranks.most("device_bytes"),
+        matrices=ranks.matrix_bytes,
+        in_flight=max(one.in_flight_bytes for one in ranks.classes),
+        state=math.ceil(ranks.total("state_bytes") / ranks.job.nodes),
+    )
+
+
+def needs_of(
+    job: Job,
+    own: ModelBytes,
+    activations: Activations | None,
+    store: StoreBytes,
+    *,
+    nvme_limit: int | None,
+) -> list[Need]:
     """Return the needs of the fullest GPU and of a node.
 
+    The parts are those of the moment that takes most: the loss, the backward of a layer, or the
+    step.
+
     Args:
-        ranks: all ranks.
-        model: the model.
+        job: the job.
+        own: what a rank has of the model.
+        activations: of a rank; None: not known.
+        store: what stores take.
         nvme_limit: bytes of the drives of a node.
     """
-    job = ranks.job
-    with_parameters = {
-        **model_parts(job, model),
-        "context of CUDA": _CONTEXT_BYTES if job.on_gpu else 0,
-        "pages on the device": ranks.most("device_bytes"),
-        "parameters in flight": max(one.in_flight_bytes for one in ranks.classes),
+    with_matrices = job.steps_on_gpu or not job.on_gpu
+    moments: list[dict[str, int]] = [
+        {
+            "tensors of the optimizer": store.matrices * with_matrices,
+            "parameters in flight": store.in_flight,
+        }
+    ]
+    if activations is not None:
+        moments.append({"activations": activations.kept + activations.in_layer})
+        moments.append({"activations": activations.kept, "logits": activations.logits})
+    of_rank = _model_parts(job, own) | {"pages on the device": store.device}
+    sums = [sum(moment.values()) for moment in moments]
+    of_rank |= moments[sums.index(max(sums))]
+    in_host = {
+        "buffers of pages": store.buffers,
+        "pages that rest there": store.resting,
+        "copies of gradients and parameters": store.copies,
     }
-    matrices = {"tensors of the optimizer": ranks.matrix_bytes}
     if not job.on_gpu:
-        in_gpu, of_each = {}, with_parameters | matrices
-    elif not job.steps_on_gpu:
-        in_gpu, of_each = with_parameters, matrices
+        in_host |= of_rank | {"the program": _PROGRAM_BYTES}
     else:
-        in_gpu, of_each = with_parameters | matrices, {}
-    in_host = _host_parts(ranks)
-    in_host |= {part: job.node_size * nbytes for part, nbytes in of_each.items()}
-    files = math.ceil(ranks.total("file_bytes") / job.nodes)
-    state = math.ceil(ranks.total("state_bytes") / job.nodes)
-    in_nvme = {
-        "pages of the run": state,
-        "their second slots": files - state,
-        "published checkpoints": job.checkpoints * state,
-        "while one is published": extra_sets(job.checkpoints) * state,
+        in_host["the program"] = _PROGRAM_OF_GPU_BYTES
+        if not with_matrices:
+            in_host["tensors of the optimizer"] = store.matrices
+        if not job.parameters_on_gpu:
+            in_host |= {"parameters": own.held, "gradients": own.held}
+    sets = {
+        "pages of the run": 1,
+        "their second slots": job.store.slots - 1,
+        "published checkpoints": job.checkpoints,
+        "while one is published": extra_sets(job.checkpoints),
     }
-    needs = [Need(place="NVMe", parts=_without_zeros(in_nvme), limit=nvme_limit)]
-    needs.insert(0, Need(place="host", parts=_without_zeros(in_host), limit=job.host_memory))
+    needs = [
+        _need("host", in_host, job.host_memory, times=job.node_size),
+        _need("NVMe", sets, nvme_limit, times=store.state),
+    ]
     if job.on_gpu:
-        needs.insert(0, Need(place="GPU", parts=_without_zeros(in_gpu), limit=job.gpu_memory))
+        in_gpu = of_rank | {"context of CUDA": _CONTEXT_BYTES}
+        needs.insert(0, _need("GPU", in_gpu, job.gpu_memory))
     return needs
+
+
+def _need(place: str, parts: Mapping[str, int], limit: int | None, *, times: int = 1) -> Need:
+    found = {part: times * nbytes for part, nbytes in parts.items() if nbytes}
+    return Need(place=place, parts=found, limit=limit)
 
 
 def extra_sets(checkpoints: int) -> int:
@@ -88,74 +155,71 @@ def extra_sets(checkpoints: int) -> int:
     return 0 if checkpoints == 0 else 2 if checkpoints == 1 else 1
 
 
-def _host_parts(ranks: Ranks) -> dict[str, int]:
-    """Return what the stores of a node keep in host memory."""
-    size = ranks.job.node_size
-    fullest = max((one.footprint for one in ranks.classes), key=lambda one: one.host_bytes)
-    sizes = [layout.nbytes for layout, _ in fullest.pages]
-    placement = fullest.placement
-    buffers = placement.buffers * placement.buffer_bytes
-    resting = placement.in_tier(Tier.HOST, sizes)
-    return {
-        "buffers of pages": size * buffers,
-        "pages that rest there": size * resting,
-        "copies of gradients and parameters": size * (fullest.host_bytes - buffers - resting),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBytes:
+    """Bytes of the parameters of a model, of one rank."""
+
+    held: int
+    """Of what it holds between two steps; of gradients as well."""
+    largest: int
+    """Of the largest parameter among these."""
+    outside: int
+    """Of what is outside of layers, if FSDP gathers it."""
+    layer: int
+    """Of the largest layer that FSDP gathers."""
 
 
-def model_parts(job: Job, model: Model) -> dict[str, int]:
-    """Return what the model itself takes of one rank: parameters, gradients, activations.
+def model_bytes(job: Job, model: Model) -> ModelBytes:
+    """Return what a rank has of a model."""
+    held, layers, outside = [], {"": 0}, 0
+    is_brought = job.on_gpu and not job.parameters_on_gpu
+    for parameter in model.parameters:
+        holding, nbytes = job.holding(parameter.shape), parameter.dtype.itemsize * parameter.numel
+        local = holding.local_shape(parameter.shape, holding.ranks[0])
+        held.append(parameter.dtype.itemsize * math.prod(local))
+        if is_brought or not holding.is_whole:
+            layer = layer_of(parameter.name)
+            if layer is None:
+                outside += nbytes
+            else:  # Of stacked experts, each rank gathers its own ones.
+                own = nbytes // (job.expert_parallel if len(parameter.shape) == 3 else 1)
+                layers[layer] = layers.get(layer, 0) + own
+    return ModelBytes(
+        held=sum(held), largest=max(held), outside=outside, layer=max(layers.values())
+    )
+
+
+def _model_parts(job: Job, own: ModelBytes) -> dict[str, int]:
+    """Return what the model takes of the memory of a rank, without activations.
 
     FSDP gathers a layer ahead, and keeps what is outside of layers from forward to backward. It
     reduces the gradients of a layer while the next layer makes its gradients.
     """
-    held, gathered, outside = 0, {"": 0}, 0
-    for parameter in model.parameters:
-        itemsize = parameter.dtype.itemsize
-        holding = job.holding(parameter.shape)
-        held += itemsize * _local_numel(parameter, holding)
-        if not holding.is_whole:
-            layer = layer_of(parameter.name)
-            if layer is None:
-                outside += itemsize * parameter.numel
-            else:
-                nbytes = itemsize * parameter.numel
-                if len(parameter.shape) == 3:  # Each rank gathers its own experts.
-                    nbytes //= job.expert_parallel
-                gathered[layer] = gathered.get(layer, 0) + nbytes
-    gradients = held
+    is_here = job.parameters_on_gpu or not job.on_gpu
+    gradients = own.held
     if job.offloads:
-        largest = max(
-            parameter.dtype.itemsize * _local_numel(parameter, job.holding(parameter.shape))
-            for parameter in model.parameters
-        )
-        gradients = min(held, max(LEAVING_BYTES_MAX, largest))
+        # A gradient is added to the sum of the backwards before, which comes back for that.
+        leaving = max(LEAVING_BYTES_MAX, own.largest) * (2 if job.micro_batches > 1 else 1)
+        gradients = min(own.held, leaving)
     return {
-        "parameters": held,
-        "gradients": gradients,
-        "gathered parameters": outside + 2 * max(gathered.values()),
+        "parameters": own.held * is_here,
+        "gradients": gradients * is_here,
+        "gathered parameters": own.outside + 2 * own.layer,
         # Of two layers, or in the end of what is outside: each as backward makes it, and once more
         # as the input of the reduction.
-        "gradients to be reduced": max(outside + 2 * max(gathered.values()), 2 * outside),
-        "activations": job.activation_bytes or 0,
+        "gradients to be reduced": own.outside + max(2 * own.layer, own.outside),
     }
 
 
-def layer_of(name: str) -> str | None:
-    """Return the name of a parameter up to the first number, or None if it has none.
-
-    Example: "model.layers.7.mlp.up_proj.weight" is of "model.layers.7".
-    """
-    parts = name.split(".")
-    for position, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: position + 1])
-    return None
-
-
-def _local_numel(parameter: ModelParameter, holding: Holding) -> int:
-    return math.prod(holding.local_shape(parameter.shape, holding.ranks[0]))
-
-
-def _without_zeros(parts: Mapping[str, int]) -> dict[str, int]:
-    return {part: nbytes for part, nbytes in parts.items() if nbytes}
+def job_activations(job: Job, model: Model) -> Activations | None:
+    """Return the activations of a rank; None if the job tells neither them nor its tokens."""
+    if job.activation_bytes is not None:
+        return Activations(kept=job.activation_bytes, in_layer=0, logits=0)
+    if job.tokens_at_once is None:
+        return None
+    return activations_of(
+        model,
+        job.tokens_at_once,
+        checkpointing=job.checkpointing,
+        loss_tokens=job.loss_tokens,
+    )

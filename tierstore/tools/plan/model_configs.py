@@ -43,7 +43,21 @@ def parameters_of(config: Mapping[str, Any]) -> Model:
     values = Config(config)
     dtype = values.dtype()
     named = _BUILDERS[model_type](values)
-    return Model(model_type, tuple(ModelParameter(name, shape, dtype) for name, shape in named))
+    return Model(
+        model_type,
+        tuple(
+            ModelParameter(name, shape, dtype, share=_share(name, shape, values))
+            for name, shape in named
+        ),
+    )
+
+
+def _share(name: str, shape: tuple[int, ...], config: Config) -> float:
+    """Return the share of a parameter that a token passes through."""
+    keys = "num_experts_per_tok", "experts_per_token"
+    if ".experts." not in name or not any(map(config.has, keys)):
+        return 1.0
+    return min(1.0, config.count(config.first(*keys)) / shape[0])
 
 
 # ----------------------------------------------------------------------------- parts of layers

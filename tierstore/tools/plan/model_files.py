@@ -18,6 +18,7 @@ from tierstore.layout.records import RECORD_DIMENSIONS_MAX
 from tierstore.run.sealed import parse_json
 from tierstore.storage.paths import Entry, get_file
 from tierstore.tools.plan.config_values import shown
+from tierstore.tools.plan.families import model_named
 from tierstore.tools.plan.model_configs import parameters_of
 from tierstore.tools.plan.models import DTYPES, ELEMENTS_MAX, Model, ModelParameter
 from tierstore.units import format_bytes
@@ -35,12 +36,15 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     """Return the model that a file describes; only this file is read, and no weights.
 
     Args:
-        path: a config, a listing, or a directory with a ``config.json``. Links are followed: caches
-            of downloads consist of them.
+        path: a config, a listing, a directory with a ``config.json``, or the name of a model; see
+            ``model_named``. Links are followed: caches of downloads consist of them.
 
     Raises:
         PlanError: it cannot be read, is not such a file, or describes no model that is known.
     """
+    named = model_named(os.fspath(path))
+    if named is not None and not os.path.exists(path):
+        return named
     file = Path(path, _CONFIG) if os.path.isdir(path) else Path(path)
     values = _object_of(_content(file), f"{file}")
     if "model_type" not in values:
@@ -66,7 +70,10 @@ def model_from_listing(listing: str | Mapping[str, Any]) -> Model:
 
 def _content(file: Path) -> bytes:
     """Return the bytes of a file that is not too long."""
-    expected = f"name a {_CONFIG}, a directory with one, or a listing of parameters"
+    expected = (
+        f"name a {_CONFIG}, a directory with one, a listing of parameters, or a model such as "
+        "llama-3.1-8b"
+    )
     try:
         target = Path(os.path.realpath(file))
         nbytes = target.stat().st_size

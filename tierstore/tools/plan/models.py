@@ -31,6 +31,8 @@ class ModelParameter:
     dtype: torch.dtype
     layer: str | None = field(default=None, compare=False)
     """Class of its module: "embedding", "linear" or "other"; None if only the name can tell."""
+    share: float = field(default=1.0, compare=False)
+    """Share of its elements that a token passes through: of stacked experts, those it visits."""
 
     @property
     def numel(self) -> int:
@@ -61,6 +63,23 @@ class Model:
     def parameter_count(self) -> int:
         """Number of elements of all parameters together."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def active_count(self) -> int:
+        """Number of elements that a token passes through."""
+        return round(sum(parameter.share * parameter.numel for parameter in self.parameters))
+
+
+def layer_of(name: str) -> str | None:
+    """Return the name of a parameter up to the first number, or None if it has none.
+
+    Example: "model.layers.7.mlp.up_proj.weight" is of "model.layers.7".
+    """
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: position + 1])
+    return None
 
 
 def model_from_module(module: nn.Module) -> Model:

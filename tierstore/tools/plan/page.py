@@ -154,11 +154,7 @@ def _memory(found: Plan) -> str:
     else:
         short = [place_text(need) for need in found.needs if not need.fits]
         heading = f"The job does not fit: {', '.join(short)}"
-        text = (
-            f"The nearest change with which it fits: {found.remedy}."
-            if found.remedy
-            else "None of the changes that were tried makes it fit."
-        )
+        text = "`tierstore fit` finds settings with which it fits, or the nearest machine."
     if found.job.activation_bytes is None:
         text += " Activations are left out, because the job does not say how large they are."
     rows, classes = [], []

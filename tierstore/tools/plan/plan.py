@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from tierstore.errors import BudgetError, PlanError
 from tierstore.tools.plan.drives import SECONDS_PER_DAY, Wear, wear_of
 from tierstore.tools.plan.formula import LANES, StepFormula, StepTime
 from tierstore.tools.plan.job import Job
-from tierstore.tools.plan.memory import Need, model_parts, needs_of
+from tierstore.tools.plan.memory import (
+    Need,
+    job_activations,
+    model_bytes,
+    needs_of,
+    store_bytes,
+)
 from tierstore.tools.plan.models import Model
 from tierstore.tools.plan.rates import Rates
 from tierstore.tools.plan.skeleton import skeleton_of
@@ -81,11 +86,8 @@ class Plan:
     free_model_s: float | None
     """Shortest forward and backward beside which paging is free; None if it never is, or if that
     is not known."""
-    changes: Sequence[Change]
-    remedy: str | None
-    """The nearest change with which the job fits; None if it fits, or if none of those tried does.
-    """
-    beside: Sequence[Beside]
+    changes: Sequence[Change] = ()
+    beside: Sequence[Beside] = ()
     """This algorithm, and the others of the optimizer."""
 
     @property
@@ -114,7 +116,7 @@ class Plan:
         """Tokens of the shortest step beside which paging is free; None if not known."""
         if self.free_model_s is None:
             return None
-        return self.job.tokens_in(self.free_model_s, self.model.parameter_count)
+        return self.job.tokens_in(self.free_model_s, self.model.active_count)
 
 
 def plan(
@@ -141,6 +143,51 @@ def plan(
         PlanError: the optimizer is not installed, or refuses the model or an option.
         BudgetError: the host memory of the stores is too small for the pages.
     """
+    chosen = choose(optimizer, algorithm)
+    planner = Planner(model, chosen, chosen.known(rates), nvme_bytes)
+    found = planner.plan(job)
+    return replace(
+        found,
+        changes=list(planner.changes(job)) if chosen.is_timed else [],
+        beside=[
+            one
+            for each in dict.fromkeys([*chosen.plan.algorithms, chosen.algorithm])
+            if (one := planner.beside(job, each))
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """An optimizer and an algorithm of it."""
+
+    name: str
+    plan: OptimizerPlan
+    algorithm: str
+
+    @property
+    def is_timed(self) -> bool:
+        """False if the computation of the algorithm is not known."""
+        return self.algorithm in self.plan.algorithms
+
+    def known(self, rates: Rates) -> Rates:
+        """Return rates that say what of this optimizer is assumed."""
+        assumed = list(rates.assumed)
+        if rates.measured and all(one.optimizer != self.name for one in rates.measured):
+            rate = f"{rates.memory / 1e9:g} GB/s"
+            assumed.append(f"memory of the optimizer at {rate}: the probe lacks {self.name!r}")
+        if not self.is_timed:
+            text = f"the computation of {self.algorithm} is left out: no probe measures it"
+            assumed.append(text)
+        return replace(rates, assumed=tuple(assumed))
+
+
+def choose(optimizer: str | None, algorithm: str | None) -> Chosen:
+    """Return an installed optimizer and its algorithm; see plan().
+
+    Raises:
+        PlanError: it is not installed, or has no such algorithm.
+    """
     installed = load_optimizers()
     is_class = algorithm is not None and "." in algorithm
     if optimizer is None:
@@ -152,72 +199,67 @@ def plan(
             f"no optimizer {optimizer!r} is installed, expected is one of "
             f"{', '.join(map(repr, installed)) or 'none'}: install its package"
         )
-    if rates.measured and all(one.optimizer != optimizer for one in rates.measured):
-        text = (
-            f"memory of the optimizer at {rates.memory / 1e9:g} GB/s: the probe lacks {optimizer!r}"
-        )
-        rates = replace(rates, assumed=(*rates.assumed, text))
     algorithms = installed[optimizer].algorithms
     chosen = algorithm or algorithms[0]
-    is_timed = chosen in algorithms
-    if not is_timed and not (is_class and optimizer == _CLASSES):
+    if chosen not in algorithms and not (is_class and optimizer == _CLASSES):
         raise PlanError(
             f"the optimizer {optimizer!r} has no algorithm {chosen!r}, expected is one of "
             f"{', '.join(map(repr, algorithms))}, or a class of optimizers that pages can have, "
             "such as 'torch.optim.Adam'"
         )
-    if not is_timed:
-        text = f"the computation of {chosen} is left out: no probe measures it"
-        rates = replace(rates, assumed=(*rates.assumed, text))
-    planner = _Planner(model, installed[optimizer], rates, nvme_bytes)
-    ranks, call = planner.lay_out(job, chosen)
-    formula = formula_of(ranks, rates)
-    time, wear = planner.time(ranks, formula)
-    busy = _busy(time)
-    if not is_timed:
-        del busy[_COMPUTATION]
-    needs = planner.needs(ranks)
-    model_s = job.compute_s(model.parameter_count)
-    fits = all(need.fits for need in needs)
-    return Plan(
-        model=model,
-        job=job,
-        rates=rates,
-        algorithm=chosen,
-        ranks=ranks,
-        call=call,
-        wear=wear,
-        steps_allowed=_steps_allowed(job, wear),
-        needs=needs,
-        formula=formula,
-        time=time,
-        is_timed=is_timed,
-        model_s=model_s,
-        busy=busy,
-        free_model_s=_free_model_s(formula) if is_timed else None,
-        changes=list(planner.changes(job, chosen)) if is_timed else [],
-        remedy=None if fits else planner.remedy(job, chosen, needs),
-        beside=[
-            one
-            for each in dict.fromkeys([*algorithms, chosen])
-            if (one := planner.beside(job, each))
-        ],
-    )
+    return Chosen(name=optimizer, plan=installed[optimizer], algorithm=chosen)
 
 
-class _Planner:
-    """Plans variants of one job."""
+class Planner:
+    """Plans variants of one job.
 
-    def __init__(
-        self, model: Model, optimizer: OptimizerPlan, rates: Rates, nvme_bytes: int | None
-    ) -> None:
+    Args:
+        model: the model.
+        chosen: the optimizer.
+        rates: of the machines.
+        nvme_bytes: bytes of the drives of a node, if the job does not name the drives.
+    """
+
+    def __init__(self, model: Model, chosen: Chosen, rates: Rates, nvme_bytes: int | None) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = chosen.plan
+        self._chosen = chosen
         self.rates = rates
         self._nvme_bytes = nvme_bytes
         self._skeleton = skeleton_of(model)
         self._planned: dict[str, PlannedOptimizer] = {}
         self._laid_out: dict[str, tuple[Ranks, str]] = {}
+
+    def plan(self, job: Job) -> Plan:
+        """Return the plan of a job.
+
+        Raises:
+            PlanError, BudgetError: as the function of this name.
+        """
+        chosen = self._chosen
+        ranks, call = self.lay_out(job, chosen.algorithm)
+        formula = formula_of(ranks, self.rates)
+        time, wear = self.time(ranks, formula)
+        busy = _busy(time)
+        if not chosen.is_timed:
+            del busy[_COMPUTATION]
+        return Plan(
+            model=self.model,
+            job=job,
+            rates=self.rates,
+            algorithm=chosen.algorithm,
+            ranks=ranks,
+            call=call,
+            wear=wear,
+            steps_allowed=steps_allowed(job, wear),
+            needs=self.needs(ranks),
+            formula=formula,
+            time=time,
+            is_timed=chosen.is_timed,
+            model_s=job.compute_s(self.model.active_count),
+            busy=busy,
+            free_model_s=_free_model_s(formula) if chosen.is_timed else None,
+        )
 
     def lay_out(self, job: Job, algorithm: str) -> tuple[Ranks, str]:
         """Return all ranks, and the code of the optimizer."""
@@ -247,7 +289,7 @@ class _Planner:
     ) -> tuple[StepTime, Wear | None]:
         """Return the time of a step, and how it wears the drives."""
         job = ranks.job
-        model_s = job.compute_s(self.model.parameter_count) or 0.0
+        model_s = job.compute_s(self.model.active_count) or 0.0
         time = (formula or formula_of(ranks, self.rates)).step(model_s)
         wear = None
         if job.drives is not None and time.seconds:
@@ -259,10 +301,15 @@ class _Planner:
         """Return what the job needs of each kind of memory."""
         drives = ranks.job.drives
         limit = self._nvme_bytes if drives is None else drives.nbytes
-        return needs_of(ranks, self.model, nvme_limit=limit)
+        job, model = ranks.job, self.model
+        return needs_of(
+            *(job, model_bytes(job, model), job_activations(job, model), store_bytes(ranks)),
+            nvme_limit=limit,
+        )
 
-    def changes(self, job: Job, algorithm: str) -> Iterator[Change]:
+    def changes(self, job: Job) -> Iterator[Change]:
         """Yield what a few changes would gain."""
+        algorithm = self._chosen.algorithm
         ranks, _ = self.lay_out(job, algorithm)
         if self.rates.disk is not None:
             count = self.rates.drives
@@ -278,7 +325,7 @@ class _Planner:
         if nbytes > ranks.most("host_bytes"):
             text = f"half of the pages in host memory ({format_bytes(nbytes)} for each rank)"
             yield self._change(text, replace(job, store=store), algorithm, self.rates)
-        for text, options in self.optimizer.narrower:
+        for text, options, _ in self.optimizer.narrower:
             narrower = replace(job, optimizer={**options, **job.optimizer})
             try:
                 smaller, _ = self.lay_out(narrower, algorithm)
@@ -291,62 +338,6 @@ class _Planner:
         ranks, _ = self.lay_out(job, algorithm)
         time, wear = self.time(ranks, formula_of(ranks, rates))
         return Change(change=text, step_s=time.seconds, days=_days_allowed(job, wear, time))
-
-    def remedy(self, job: Job, algorithm: str, needs: Iterable[Need]) -> str | None:
-        """Return the first of some changes with which everything fits."""
-        exceeded = {need.place: need for need in needs if not need.fits}
-        for text, change in self._remedies(job, exceeded):
-            try:
-                changed = change(job)
-                of_model = sum(model_parts(changed, self.model).values())
-                if changed.on_gpu and changed.gpu_memory and of_model > changed.gpu_memory:
-                    continue
-                ranks, _ = self.lay_out(changed, algorithm)
-            except (BudgetError, PlanError):
-                continue
-            if all(need.fits for need in self.needs(ranks)):
-                return text
-        return None
-
-    def _remedies(
-        self, job: Job, exceeded: Mapping[str, Need]
-    ) -> Iterator[tuple[str, Callable[[Job], Job]]]:
-        """Yield changes for what is exceeded, the nearest one first."""
-        store, drives = job.store, job.drives
-        if "GPU" in exceeded and store.device_memory:
-            yield "device_memory=0", partial(_with_store, device_memory=0)
-        if "GPU" in exceeded and job.partition == "ddp" and job.world_size > 1:
-            yield "FSDP instead of DDP", lambda j: replace(j, partition="fsdp")
-        elif "GPU" in exceeded and not job.offloads:
-            text, leave = (
-                'offload_gradients="backward"',
-                partial(_with_store, offload_gradients="backward"),
-            )
-            yield text, leave
-            nbytes = store.host_memory + model_parts(job, self.model)["parameters"]
-            text += f" and host_memory={format_bytes(nbytes)!r} for each store"
-            yield text, partial(leave, host_memory=nbytes)
-        if "host" in exceeded:
-            for share in (2, 4, 8):
-                size = store.host_memory // share
-                text = f"host_memory={format_bytes(size)!r} for each store"
-                yield text, partial(_with_store, host_memory=size)
-        if "NVMe" in exceeded:
-            need = exceeded["NVMe"]
-            one = need.parts.get("published checkpoints", 0) // max(1, job.checkpoints)
-            kept = one * job.checkpoints + need.parts.get("while one is published", 0)
-            room = (need.limit or 0) - (need.nbytes - kept)
-            if kept and room >= 0:
-                count = room // one - 1 if room >= 3 * one else 0
-                text = f"{count} published checkpoints instead of {job.checkpoints}"
-                yield text, lambda j: replace(j, checkpoints=count)
-            if drives is not None:
-                wanted = -(-need.nbytes // drives.capacity)
-                text = f"{wanted} drives in each node instead of {drives.count}"
-                yield text, lambda j: replace(j, drives=replace(drives, count=wanted))
-        if job.partition == "fsdp" or "GPU" not in exceeded:
-            for nodes in (factor * job.nodes for factor in (2, 4, 8, 16)):
-                yield f"{nodes} nodes instead of {job.nodes}", partial(_with_nodes, nodes=nodes)
 
     def beside(self, job: Job, algorithm: str) -> Beside | None:
         """Return the job under one algorithm; None if it cannot run so."""
@@ -365,20 +356,12 @@ class _Planner:
         )
 
 
-def _with_store(job: Job, **options: Any) -> Job:
-    return replace(job, store=replace(job.store, **options))
-
-
-def _with_nodes(job: Job, *, nodes: int) -> Job:
-    return replace(job, nodes=nodes)
-
-
 def _traffic(ranks: Ranks) -> float:
     """Return the bytes that a step reads and writes."""
     return ranks.total("step_read_bytes") + ranks.total("mean_written_bytes")
 
 
-def _steps_allowed(job: Job, wear: Wear | None) -> float | None:
+def steps_allowed(job: Job, wear: Wear | None) -> float | None:
     """Return the steps until the allowed share of the endurance is used."""
     if wear is None or wear.steps is None:
         return None
@@ -390,7 +373,7 @@ def _steps_allowed(job: Job, wear: Wear | None) -> float | None:
 
 
 def _days_allowed(job: Job, wear: Wear | None, time: StepTime) -> float | None:
-    steps = _steps_allowed(job, wear)
+    steps = steps_allowed(job, wear)
     return None if steps is None else steps * time.seconds / SECONDS_PER_DAY
 
 
@@ -453,7 +436,6 @@ def to_plain(found: Plan) -> dict[str, Any]:
             "days": _number(found.days),
         },
         "fits": found.fits,
-        "remedy": found.remedy,
         "needs": [
             {
                 "place": need.place,

@@ -6,10 +6,12 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tierstore.errors import PlanError
 from tierstore.tools.plan.drives import Drives
 from tierstore.tools.plan.formula import DiskRates
+from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.models import DTYPES
 from tierstore.tools.probe.optimizers import OptimizerPlan, Work
 from tierstore.tools.probe.result import OptimizerRate, Probe
@@ -164,6 +166,38 @@ def assumed_rates(
         drives=1 if drives is None else drives.count,
         assumed=tuple(assumed),
     )
+
+
+def rates_for(
+    job: Job,
+    probe: Probe | None,
+    *,
+    on_gpu: bool,
+    pcie: float | None = None,
+    network: float | None = None,
+) -> Rates:
+    """Return the rates of the machines of a job.
+
+    Args:
+        job: the job.
+        probe: what was measured; None: figures of data sheets.
+        on_gpu: whether pages are stepped on GPUs.
+        pcie: as for measured_rates().
+        network: as for measured_rates().
+
+    Raises:
+        PlanError: as measured_rates(), or neither drives nor a probe tell of the disks.
+    """
+    if job.drives is None and probe is None:
+        raise PlanError(
+            "a plan needs --drives, such as 4x3.84TB@7/5GB/s,1DWPD, or --probe with a file "
+            "that `tierstore probe --json` printed, or both"
+        )
+    flops = job.flops if on_gpu or not job.on_gpu else None
+    given: dict[str, Any] = {"on_gpu": on_gpu, "flops": flops, "pcie": pcie, "network": network}
+    if probe is None:
+        return assumed_rates(job.drives, **given)
+    return measured_rates(probe, cpu_ranks=job.node_size, **given)
 
 
 def _flops(on_gpu: bool) -> float:

@@ -110,7 +110,12 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
     classes = []
     for rank, alike, own in zip(ranks, largest, works, strict=True):
         footprint = footprint_of(
-            subgroups, job.store, world_size=size, rank=rank, on_gpu=job.on_gpu
+            subgroups,
+            job.store,
+            world_size=size,
+            rank=rank,
+            parameters_on_gpu=job.parameters_on_gpu,
+            steps_on_gpu=job.steps_on_gpu,
         )
         messages = [messages_of(subgroup, rank) for subgroup in subgroups]
         classes.append(
@@ -164,18 +169,26 @@ def messages_of(subgroup: SharedSubgroup, rank: int) -> Counter[int]:
 
 def formula_of(ranks: Ranks, rates: Rates) -> StepFormula:
     """Return the formula for the steps of all ranks."""
-    store = ranks.job.store
-    on_gpu = ranks.job.steps_on_gpu
-    rules = StepRules(
-        commit_every=store.commit_every,
+    return StepFormula(
+        [_rank_work(one, ranks, rates, on_gpu=ranks.job.steps_on_gpu) for one in ranks.classes],
+        step_rules(ranks.job, rates, _window(ranks)),
+    )
+
+
+def step_rules(job: Job, rates: Rates, window: int) -> StepRules:
+    """Return what the ranks of a job have in common; ``window`` is the most pages at once."""
+    return StepRules(
+        commit_every=job.store.commit_every,
         commit_s=rates.commit_s,
-        on_gpu=on_gpu,
-        window=_window(ranks),
+        on_gpu=job.steps_on_gpu,
+        window=window,
         checksum_threads=checksum_threads(rates.cores),
     )
-    return StepFormula(
-        [_rank_work(one, ranks, rates, on_gpu=on_gpu) for one in ranks.classes], rules
-    )
+
+
+def disk_of_rank(job: Job, rates: Rates) -> DiskRates:
+    """Return the share of a rank of the disks of its node."""
+    return (rates.disk or _NO_DISK).scaled(1 / job.node_size)
 
 
 def _window(ranks: Ranks) -> int:
@@ -188,7 +201,7 @@ def _window(ranks: Ranks) -> int:
     return min(held)
 
 
-def _moved(job: Job, nbytes: int, rates: Rates) -> tuple[float, float]:
+def moved_s(job: Job, nbytes: float, rates: Rates) -> tuple[float, float]:
     """Return the seconds to copy gradients and parameters to where a page is stepped, and back.
 
     Args:
@@ -196,10 +209,26 @@ def _moved(job: Job, nbytes: int, rates: Rates) -> tuple[float, float]:
         nbytes: of the parameters of the page, and of their gradients.
         rates: of the bus.
     """
-    if job.on_gpu and not job.steps_on_gpu:  # Gradients that left are there already.
+    if job.parameters_on_gpu and not job.steps_on_gpu:  # Gradients that left are there already.
         down = nbytes if job.offloads else 2 * nbytes
         return down / rates.from_device, nbytes / rates.to_device
+    if job.steps_on_gpu and not job.parameters_on_gpu:
+        return 2 * nbytes / rates.to_device, nbytes / rates.from_device
     return (nbytes / rates.to_device if job.offloads else 0.0), 0.0
+
+
+def with_gradients_s(job: Job, nbytes: float, rates: Rates) -> float:
+    """Return the seconds of the bus beside forward and backward, for a page's part of the model.
+
+    Gradients that leave go down in each backward, and up again before the next one is added. With
+    parameters on the host, FSDP2 brings them up for forward and again for backward.
+    """
+    if job.on_gpu and not job.parameters_on_gpu:
+        return job.micro_batches * nbytes * max(2 / rates.to_device, 1 / rates.from_device)
+    if not job.offloads:
+        return 0.0
+    up = (job.micro_batches - 1) * nbytes / rates.to_device
+    return max(job.micro_batches * nbytes / rates.from_device, up)
 
 
 def _phases(subgroups: Sequence[SharedSubgroup]) -> list[int]:
@@ -235,7 +264,7 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         exchange_s = max(sent, received) / rates.network
         spread_s = one.spread_bytes[number] / rates.network
         moved_bytes = parameter_bytes(layout)
-        to_step, from_step = _moved(ranks.job, moved_bytes, rates)
+        to_step, from_step = moved_s(ranks.job, moved_bytes, rates)
         # Without GPUs, ranks send with the processor that they compute on.
         sends_s = 0.0 if ranks.job.on_gpu else 2 * exchange_s + spread_s
         pages.append(
@@ -248,7 +277,7 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
                 seal_s=written_bytes / rates.checksum,
                 copy_in_s=to_step + (layout.nbytes / rates.to_device if is_copied else 0.0),
                 copy_out_s=from_step + (layout.nbytes / rates.from_device if leaves else 0.0),
-                gradients_s=moved_bytes / rates.from_device if ranks.job.offloads else 0.0,
+                gradients_s=with_gradients_s(ranks.job, moved_bytes, rates),
                 exchange_s=exchange_s,
                 spread_s=spread_s,
                 rests=tier is not Tier.NVME,
@@ -259,6 +288,6 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         )
     return RankWork(
         pages=pages,
-        rates=(rates.disk or _NO_DISK).scaled(1 / ranks.job.node_size),
+        rates=disk_of_rank(ranks.job, rates),
         buffers=footprint.placement.buffers,
     )

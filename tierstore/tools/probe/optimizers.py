@@ -53,8 +53,9 @@ class OptimizerPlan(Protocol):
     """Names of the ways in which a model can be optimized, the usual one first. Their works are
     measured; those of others that ``plan()`` takes are not known."""
 
-    narrower: Sequence[tuple[str, Mapping[str, Any]]]
-    """Options that may keep states in fewer bytes, each with a description."""
+    narrower: Sequence[tuple[str, Mapping[str, Any], bool]]
+    """Options that may keep states in fewer bytes: a description, the options, and whether the
+    states keep all their bits."""
 
     def rates(self, device: torch.device) -> Iterable[tuple[Work, Sequence[float]]]:
         """Measure works on a device.

@@ -146,6 +146,11 @@ class Probe:
     """Sum over all directories, which are busy at once; None for a single directory."""
     compute: Compute
 
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes of the filesystems of all directories together."""
+        return sum({one.filesystem: one.free_bytes for one in self.directories}.values())
+
     def to_json(self) -> str:
         """Return one line of JSON, with ``"format": 2``."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, allow_nan=False)

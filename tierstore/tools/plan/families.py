@@ -1,0 +1,130 @@
+"""Models by name: families of published models, with what their ``config.json`` says of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tierstore.errors import PlanError
+from tierstore.tools.plan.model_configs import parameters_of
+from tierstore.tools.plan.models import Model
+
+_GROUPED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
+
+_DENSE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, tuple[Any, ...]]]] = {
+    "llama-2": (
+        {"model_type": "llama"},
+        {
+            "7b": (4096, 11008, 32, 32, 32, 32000, False),
+            "13b": (5120, 13824, 40, 40, 40, 32000, False),
+            "70b": (8192, 28672, 80, 64, 8, 32000, False),
+        },
+    ),
+    "llama-3.1": (
+        {"model_type": "llama"},
+        {
+            "8b": (4096, 14336, 32, 32, 8, 128256, False),
+            "70b": (8192, 28672, 80, 64, 8, 128256, False),
+            "405b": (16384, 53248, 126, 128, 8, 128256, False),
+        },
+    ),
+    "llama-3.2": (
+        {"model_type": "llama"},
+        {
+            "1b": (2048, 8192, 16, 32, 8, 128256, True),
+            "3b": (3072, 8192, 28, 24, 8, 128256, True),
+        },
+    ),
+    "mistral": (
+        {"model_type": "mistral"},
+        {"7b": (4096, 14336, 32, 32, 8, 32768, False)},
+    ),
+    "qwen2.5": (
+        {"model_type": "qwen2"},
+        {
+            "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+            "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+            "3b": (2048, 11008, 36, 16, 2, 151936, True),
+            "7b": (3584, 18944, 28, 28, 4, 152064, False),
+            "14b": (5120, 13824, 48, 40, 8, 152064, False),
+            "32b": (5120, 27648, 64, 40, 8, 152064, False),
+            "72b": (8192, 29568, 80, 64, 8, 152064, False),
+        },
+    ),
+    "qwen3": (
+        {"model_type": "qwen3", "head_dim": 128},
+        {
+            "0.6b": (1024, 3072, 28, 16, 8, 151936, True),
+            "1.7b": (2048, 6144, 28, 16, 8, 151936, True),
+            "4b": (2560, 9728, 36, 32, 8, 151936, True),
+            "8b": (4096, 12288, 36, 32, 8, 151936, False),
+            "14b": (5120, 17408, 40, 40, 8, 151936, False),
+            "32b": (5120, 25600, 64, 64, 8, 151936, False),
+        },
+    ),
+}
+"""Family -> what all its sizes have, and the values of ``_GROUPED`` of each size."""
+
+_OTHERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "deepseek": {
+        "v3": {
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "vocab_size": 129280,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    },
+}
+
+
+def families() -> list[str]:
+    """Return the names of the families."""
+    return sorted({*_DENSE, *_OTHERS})
+
+
+def sizes_of(family: str) -> list[str]:
+    """Return the sizes of a family, the smallest first.
+
+    Raises:
+        PlanError: the family is not known.
+    """
+    if family in _DENSE:
+        return list(_DENSE[family][1])
+    if family in _OTHERS:
+        return list(_OTHERS[family])
+    raise PlanError(
+        f"{family!r} is not a family of models that is known, expected is one of "
+        f"{', '.join(families())}: give a config.json or a listing of parameters"
+    )
+
+
+def model_named(name: str) -> Model | None:
+    """Return a model by family and size, such as "llama-3.1-8b", in bfloat16; None: not known."""
+    family, _, size = name.lower().rpartition("-")
+    config: Mapping[str, Any] | None = None
+    if family in _DENSE:
+        common, sizes = _DENSE[family]
+        if size in sizes:
+            config = {**common, **dict(zip(_GROUPED, sizes[size], strict=True))}
+    else:
+        config = _OTHERS.get(family, {}).get(size)
+    if config is None:
+        return None
+    found = parameters_of({**config, "dtype": "bfloat16"})
+    return Model(name.lower(), found.parameters)

@@ -1,0 +1,307 @@
+"""Settings with which a job runs on a machine, or the nearest machine on which it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from tierstore.errors import BudgetError, PlanError
+from tierstore.tools.plan.calls import program_of, size_text
+from tierstore.tools.plan.drives import wear_of
+from tierstore.tools.plan.job import Job
+from tierstore.tools.plan.models import Model
+from tierstore.tools.plan.plan import Chosen, Plan, Planner, choose, steps_allowed
+from tierstore.tools.plan.rates import Rates
+from tierstore.tools.plan.search import Search, Setting
+from tierstore.units import format_bytes
+
+_GAIN = 1.02
+"""A setting that is not the default must make a step this much shorter."""
+_SLOWER = 2.0
+"""Most steps of the quickest plan that one step with the least memory may take."""
+_TRIES = 4
+_NEAREST = 3
+_GIB = 2**30
+_GPU_GIB = (24, 32, 40, 48, 64, 80, 96, 141, 180, 288)
+"""Memory of GPUs that are sold."""
+
+Change = tuple[str, Mapping[str, Any]]
+"""A change of the machines in words, and the fields of the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A plan that fits."""
+
+    title: str
+    """"quickest", "least memory" or "longest life"."""
+    plan: Plan
+    is_exact: bool
+    """False if states are kept in fewer bits, because full ones do not fit."""
+    loses_steps: int
+    """Steps that a crash loses at most."""
+
+    @property
+    def program(self) -> str:
+        """Python code of the training loop with these settings."""
+        return program_of(self.plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """A change of the machines, and the quickest step with it."""
+
+    change: str
+    step_s: float
+    written: float
+    """Bytes that a rank writes in a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The answer to what makes a job run."""
+
+    model: Model
+    job: Job
+    algorithm: str
+    plans: Sequence[Fitted]
+    """At most three, without those that are equal to another; empty if nothing fits."""
+    nearest: Sequence[Nearest]
+    """At most three changes of the machines, with which it fits, or a step is shorter."""
+
+
+def fit_job(
+    model: Model,
+    job: Job,
+    rates: Mapping[bool, Rates],
+    *,
+    optimizer: str | None = None,
+    algorithm: str | None = None,
+    nvme_bytes: int | None = None,
+) -> Fit:
+    """Return the settings with which a job runs.
+
+    All settings of a store are searched, and where gradients, parameters and steps are, states in
+    fewer bytes, micro-batches, and layers and logits that are computed again. Of those that fit,
+    three are planned in full: the quickest step, the least memory, and the fewest bytes written.
+
+    Args:
+        model: its parameters, in the dtype that they are trained in.
+        job: the machines and the tokens of a step; its own settings are replaced.
+        rates: of the machines, by whether pages are stepped on GPUs.
+        optimizer: as for ``plan()``.
+        algorithm: as for ``plan()``.
+        nvme_bytes: as for ``plan()``.
+
+    Raises:
+        PlanError: a memory of the machines is not known, or the optimizer is not installed or
+            refuses the model.
+    """
+    _require_limits(job)
+    chosen = choose(optimizer, algorithm)
+    fitting = _Fitting(model, job, chosen, rates, nvme_bytes)
+    settings = list(fitting.settings(job))
+    plans = list(fitting.finalists(settings))
+    return Fit(
+        model=model,
+        job=job,
+        algorithm=chosen.algorithm,
+        plans=plans,
+        nearest=fitting.better(job, settings) if plans else fitting.nearest(job),
+    )
+
+
+def fits(
+    model: Model, job: Job, rates: Mapping[bool, Rates], *, algorithm: str | None = None
+) -> bool:
+    """Return whether any settings let a job run; see fit_job()."""
+    _require_limits(job)
+    fitting = _Fitting(model, job, choose(None, algorithm), rates, None)
+    return next(fitting.settings(job), None) is not None
+
+
+class _Fitting:
+    """Searches settings, and plans some of them."""
+
+    def __init__(
+        self,
+        model: Model,
+        job: Job,
+        chosen: Chosen,
+        rates: Mapping[bool, Rates],
+        nvme_bytes: int | None,
+    ) -> None:
+        self._model, self._chosen, self._nvme_bytes = model, chosen, nvme_bytes
+        self._rates = {on_gpu: chosen.known(one) for on_gpu, one in rates.items()}
+        self._search = Search(
+            *(model, chosen.plan, chosen.algorithm, self._rates),
+            drives=job.drives.count if job.drives else 1,
+            nvme_bytes=nvme_bytes,
+        )
+
+    def settings(self, job: Job) -> Iterator[Setting]:
+        """Yield the settings with which a job fits, and wears no drive out."""
+        for one in self._search.settings(job):
+            wear = None
+            if job.drives is not None:
+                nbytes, step_s = one.written * job.node_size, one.step_s or 1.0
+                wear = wear_of(job.drives, step_bytes=nbytes, step_s=step_s, used=job.wear)
+            allowed = steps_allowed(job, wear)
+            if allowed is None or (job.steps or 1) <= allowed:
+                yield one
+
+    def finalists(self, settings: Sequence[Setting]) -> Iterator[Fitted]:
+        """Yield plans of the best settings, the quickest first."""
+        durable = [one for one in settings if one.job.store.commit_every == 1] or settings
+        longest = _SLOWER * min((one.step_s for one in durable), default=0.0)
+        useful = [one for one in durable if one.step_s <= longest]
+        shown: list[Job] = []
+        for title, among, key in (
+            ("quickest", durable, _quickness),
+            ("least memory", useful, lambda one: (_about(one.memory), _quickness(one))),
+            ("longest life", settings, lambda one: (_about(one.written), _quickness(one))),
+        ):
+            for one in sorted(among, key=key)[:_TRIES]:
+                if one.job in shown:
+                    break
+                found = self._plan(one.job)
+                if found is not None and found.fits:
+                    shown.append(one.job)
+                    yield Fitted(
+                        title=title,
+                        plan=found,
+                        is_exact=one.is_exact,
+                        loses_steps=one.job.store.commit_every or 1,
+                    )
+                    break
+
+    def _plan(self, job: Job) -> Plan | None:
+        rates = self._rates[job.steps_on_gpu]
+        try:
+            return Planner(self._model, self._chosen, rates, self._nvme_bytes).plan(job)
+        except BudgetError:  # Pages are larger than the search took them to be.
+            return None
+
+    def better(self, job: Job, settings: Sequence[Setting]) -> list[Nearest]:
+        """Return the smallest change of each part of the machines that makes a step shorter."""
+        now = _quickest(settings).step_s
+        found = [one for changes in _changes(job) for one in self._first(job, changes[:1])]
+        return [one for one in found if one.step_s * _GAIN < now][:_NEAREST]
+
+    def nearest(self, job: Job) -> list[Nearest]:
+        """Return the nearest changes of the machines with which a job fits."""
+        kinds = _changes(job)
+        found = [one for changes in kinds for one in self._first(job, changes)]
+        for first, second in () if found else combinations(kinds, 2):  # One is not enough.
+            pairs = sorted(
+                product(enumerate(first[::2]), enumerate(second[::2])),
+                key=lambda pair: pair[0][0] + pair[1][0],
+            )
+            both = ((f"{a} and {b}", {**x, **y}) for (_, (a, x)), (_, (b, y)) in pairs)
+            found += self._first(job, both)
+            if len(found) >= _NEAREST:
+                break
+        return found[:_NEAREST]
+
+    def _first(self, job: Job, changes: Iterable[Change]) -> Iterator[Nearest]:
+        """Yield the first change with which a job fits."""
+        for text, changed in changes:
+            try:
+                settings = self.settings(replace(job, **changed))
+                first = next(settings, None)
+            except PlanError:
+                continue
+            if first is not None:
+                best = _quickest([first, *settings])
+                yield Nearest(change=text, step_s=best.step_s, written=best.written)
+                return
+
+
+def _changes(job: Job) -> list[list[Change]]:
+    """Return changes of each part of the machines, the smallest first."""
+    drives, host, gpu = job.drives, job.host_memory or 0, job.gpu_memory or 0
+    kinds: list[list[Change]] = []
+    if job.checkpoints:
+        kinds.append([("no published checkpoints", {"checkpoints": 0})])
+    if drives is not None:
+        counts = [drives.count + more for more in (1, 2, 4, 8, 16)]
+        text = f"drives in each node instead of {drives.count}"
+        kinds.append(
+            [(f"{count} {text}", {"drives": replace(drives, count=count)}) for count in counts]
+        )
+    more_memory = [2**power * max(32 * _GIB, host // 8) for power in range(8)]
+    kinds.append(
+        [
+            (f"{format_bytes(more)} more host memory", {"host_memory": host + more})
+            for more in more_memory
+        ]
+    )
+    if job.on_gpu:
+        text = f"instead of {format_bytes(gpu)}"
+        larger = [size for size in _GPU_GIB if size * _GIB > gpu]
+        kinds.append(
+            [(f"GPUs of {size} GiB {text}", {"gpu_memory": size * _GIB}) for size in larger]
+        )
+        text = f"GPUs in each node instead of {job.gpus}"
+        kinds.append(
+            [(f"{count} {text}", {"gpus": count}) for count in (2, 4, 8) if count > job.gpus]
+        )
+    nodes = [times * job.nodes for times in (2, 4, 8, 16)]
+    kinds.append([(f"{count} nodes instead of {job.nodes}", {"nodes": count}) for count in nodes])
+    return kinds
+
+
+def options_of(job: Job) -> list[str]:
+    """Return the settings of a job as options of ``tierstore plan``."""
+    store = job.store
+    given = {
+        "--partition": job.partition if job.world_size > 1 else None,
+        "--expert-parallel": job.expert_parallel if job.expert_parallel > 1 else None,
+        "--parameters-on": job.parameters_on if job.parameters_on != "gpu" else None,
+        "--micro-tokens": job.micro_tokens,
+        "--loss-tokens": job.loss_tokens,
+        "--store-memory": size_text(store.host_memory),
+        "--device-memory": size_text(store.device_memory) if store.device_memory else None,
+        "--page-bytes": None if store.page_bytes is None else size_text(store.page_bytes),
+        "--commit-every": store.commit_every if store.commit_every != 1 else None,
+        "--step-on": store.step_on,
+        "--offload-gradients": store.offload_gradients,
+        "--set": " --set ".join(f"{name}={value}" for name, value in job.optimizer.items()) or None,
+    }
+    found = [f"{option} {value}" for option, value in given.items() if value is not None]
+    return [*found, *(["--checkpointing"] if job.checkpointing else [])]
+
+
+def _quickest(settings: Sequence[Setting]) -> Setting:
+    durable = [one for one in settings if one.job.store.commit_every == 1]
+    return min(durable or settings, key=_quickness)
+
+
+def _about(value: float) -> int:
+    """Return the same number for values that differ by less than _GAIN, mostly."""
+    return math.floor(math.log(max(1.0, value), _GAIN))
+
+
+def _quickness(setting: Setting) -> float:
+    return setting.step_s * _GAIN**setting.changes
+
+
+def _require_limits(job: Job) -> None:
+    """Refuse machines whose memory is not known: everything would fit."""
+    missing = [
+        name
+        for name, value in (
+            ("host_memory", job.host_memory),
+            ("gpu_memory", job.gpu_memory if job.on_gpu else 0),
+            ("tokens", job.tokens),
+        )
+        if value is None
+    ]
+    if missing:
+        raise PlanError(
+            f"what fits depends on {' and '.join(missing)}, which the job does not say: give "
+            f"{'them' if len(missing) > 1 else 'it'}"
+        )
