@@ -101,7 +101,7 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
         ((*DRIVES, "--network", "0"), "the rate 'network' must be above 0"),
         ((*DRIVES, "--nodes", "-1"), "nodes must be a number above 0"),
         ((*DRIVES, "--tokens", "many"), "--tokens must be a number such as 500k"),
-        ((*DRIVES, "--tokens", "4M"), "needs both the tokens"),
+        ((*DRIVES, "--tflops", "400"), "needs the tokens of a step"),
         (
             (*DRIVES, "--model-seconds", "nan"),
             "--model-seconds must be a finite number, 0 or more, got nan",

@@ -181,7 +181,7 @@ def test_the_search_has_the_figures_of_plans(
     job, rates = machine(**fields)
     chosen, model = choose(None, algorithm), named(name)
     search = Search(model, chosen.plan, chosen.algorithm, rates)
-    settings = list(search.settings(job))
+    settings = list(search.settings(job, is_exact=True))
     assert len({options for one in settings for options in options_of(one.job)}) > 5
     for one in settings[:: max(1, len(settings) // 5)]:
         exact = Planner(model, chosen, rates[one.job.steps_on_gpu], None).plan(one.job)

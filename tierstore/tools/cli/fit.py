@@ -105,7 +105,6 @@ def fit(
             partition=partition,
             tokens=whole_number("--tokens", tokens),
             flops=None if tflops is None else 1e12 * number_of("--tflops", tflops),
-            model_s=None if tflops is not None else 0.0,
             checkpoints=checkpoints,
             steps=steps,
             endurance=number_of("--endurance", endurance) / 100,

@@ -105,7 +105,7 @@ def time_lines(found: Plan) -> Iterator[str]:
         yield f"A day has {steps:,.0f} steps{tokens}."
         yield _free_line(found)
     if found.model_s is None:
-        yield "Forward and backward are left out: pass --tokens and --tflops, or --model-seconds."
+        yield "Forward and backward are left out: pass --tokens and --tflops."
 
 
 def _free_line(found: Plan) -> str:

@@ -143,15 +143,17 @@ class _Fitting:
         )
 
     def settings(self, job: Job) -> Iterator[Setting]:
-        """Yield the settings with which a job fits, and wears no drive out."""
-        for one in self._search.settings(job):
-            wear = None
-            if job.drives is not None:
-                nbytes, step_s = one.written * job.node_size, one.step_s or 1.0
-                wear = wear_of(job.drives, step_bytes=nbytes, step_s=step_s, used=job.wear)
-            allowed = steps_allowed(job, wear)
-            if allowed is None or (job.steps or 1) <= allowed:
-                yield one
+        """Yield the settings with which a job fits, and wears no drive out.
+
+        States lose bits only if the job does not fit otherwise.
+        """
+        for is_exact in (True, False):
+            found = filter(_lasts, self._search.settings(job, is_exact=is_exact))
+            first = next(found, None)
+            if first is not None:
+                yield first
+                yield from found
+                return
 
     def finalists(self, settings: Sequence[Setting]) -> Iterator[Fitted]:
         """Yield plans of the best settings, the quickest first."""
@@ -218,6 +220,16 @@ class _Fitting:
                 best = _quickest([first, *settings])
                 yield Nearest(change=text, step_s=best.step_s, written=best.written)
                 return
+
+
+def _lasts(setting: Setting) -> bool:
+    """Return whether the drives endure the steps of the job."""
+    job, wear = setting.job, None
+    if job.drives is not None:
+        nbytes, step_s = setting.written * job.node_size, setting.step_s or 1.0
+        wear = wear_of(job.drives, step_bytes=nbytes, step_s=step_s, used=job.wear)
+    allowed = steps_allowed(job, wear)
+    return allowed is None or (job.steps or 1) <= allowed
 
 
 def _changes(job: Job) -> list[list[Change]]:

@@ -112,10 +112,10 @@ class Job:
             )
         if self.world_size > RANKS_MAX:
             raise PlanError(f"{self.world_size} ranks are more than {RANKS_MAX}: plan fewer nodes")
-        if self.model_s is None and (self.tokens is None) != (self.flops is None):
+        if self.model_s is None and self.tokens is None and self.flops is not None:
             raise PlanError(
-                "the time of forward and backward needs both the tokens of a step and the "
-                "operations per second that a rank achieves, or the seconds themselves"
+                "the time of forward and backward needs the tokens of a step beside the operations "
+                "per second that a rank achieves, or the seconds themselves"
             )
 
     @property

@@ -55,7 +55,8 @@ def fit(
         gpu_memory: memory of one GPU.
         drives: drives of each node: "4x3.84TB@7/5GB/s,1DWPD". None: those that ``probe`` found.
         probe: a file that ``tierstore probe --json`` printed, whose rates are taken.
-        tflops: TFLOP/s that a rank achieves in forward and backward; None: they take no time.
+        tflops: TFLOP/s that a rank achieves in forward and backward; None: they are left
+            out of a step.
         algorithm: "muon", "adamw", or a class of optimizers, as "torch.optim.Adam".
         machine: other fields of ``tierstore.tools.plan.job.Job``, such as ``nodes``.
 
@@ -74,7 +75,6 @@ def fit(
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
         drives=None if drives is None else parse_drives(drives),
         flops=None if tflops is None else 1e12 * tflops,
-        model_s=0.0 if tflops is None else None,
         **machine,
     )
     rates = {on_gpu: rates_for(job, measured, on_gpu=on_gpu) for on_gpu in {False, job.on_gpu}}

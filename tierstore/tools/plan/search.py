@@ -55,13 +55,15 @@ _LOSS_TOKENS = 1024
 _MICRO_TOKENS = [2**power for power in range(15, 10, -1)]
 _CRASH_S = 3600.0
 """Most seconds of work that a crash may lose."""
-_GPU_PLACES: tuple[dict[str, Any], ...] = (
-    {},
-    {"offload_gradients": "backward"},
-    {"step_on": "cpu"},
-    {"offload_gradients": "backward", "step_on": "cpu"},
+_PLACES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gpu", {}),
+    ("gpu", {"offload_gradients": "backward"}),
+    ("gpu", {"step_on": "cpu"}),
+    ("gpu", {"offload_gradients": "backward", "step_on": "cpu"}),
+    ("host", {"step_on": "cuda"}),
+    ("host", {}),
 )
-_HOST_PLACES: tuple[dict[str, Any], ...] = ({"step_on": "cuda"}, {})
+"""Places of parameters, and of gradients and steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +121,17 @@ class Search:
         self._activations: dict[tuple[object, ...], Activations | None] = {}
         self._drives, self._nvme_bytes = drives, nvme_bytes
 
-    def settings(self, job: Job) -> Iterator[Setting]:
-        """Yield all settings with which a job fits; with full states, if any does.
+    def settings(self, job: Job, *, is_exact: bool) -> Iterator[Setting]:
+        """Yield all settings with which a job fits.
+
+        Args:
+            job: the job.
+            is_exact: whether states keep all their bits. If not, each setting has states that
+                lose some.
 
         Raises:
             PlanError: the optimizer refuses the model.
         """
-        for is_exact in (True, False):
-            found = self._settings(job, is_exact=is_exact)
-            first = next(found, None)
-            if first is not None:
-                yield first
-                yield from found
-                return
-
-    def _settings(self, job: Job, *, is_exact: bool) -> Iterator[Setting]:
         for laid, changes in self._layouts(job):
             for states in self._states(laid, is_exact=is_exact):
                 if states.totals.whole and laid.world_size > 1 and laid.partition != "ddp":
@@ -154,20 +152,19 @@ class Search:
         partitions = [job.partition, *(p for p in PARTITIONS if p != job.partition)]
         for partition in partitions if job.world_size > 1 else [job.partition]:
             for experts in self._experts(job) if partition == "fsdp" else [1]:
-                for is_up, places in ((True, _GPU_PLACES), (False, _HOST_PLACES)):
-                    for place in places[: len(places) if job.on_gpu else is_up]:
-                        try:
-                            laid = replace(
-                                job,
-                                partition=partition,
-                                expert_parallel=experts,
-                                parameters_on="gpu" if is_up else "host",
-                                store=replace(job.store, **place),
-                            )
-                        except PlanError:
-                            continue
-                        changes = len(place) + (partition != job.partition) + (not is_up)
-                        yield laid, changes + (experts > 1)
+                for parameters_on, place in _PLACES if job.on_gpu else _PLACES[:1]:
+                    try:
+                        laid = replace(
+                            job,
+                            partition=partition,
+                            expert_parallel=experts,
+                            parameters_on=parameters_on,
+                            store=replace(job.store, **place),
+                        )
+                    except PlanError:
+                        continue  # Gradients cannot leave so, or parameters be there.
+                    changes = (partition != job.partition) + (experts > 1)
+                    yield laid, changes + len(place) + (parameters_on == "host")
 
     def _experts(self, job: Job) -> list[int]:
         """Return the numbers of ranks that experts may be dealt to."""
