@@ -49,6 +49,7 @@ from tierstore.tools.cli.plan_screen import (
     time_lines,
     wear_lines,
 )
+from tierstore.tools.plan.drives import SECONDS_PER_DAY
 from tierstore.tools.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes
 
@@ -163,7 +164,7 @@ def _lines(found: Fit, places: list[str]) -> Iterator[str]:
         {
             "plan": lambda one: one.title,
             "step": lambda one: seconds_text(one.plan.time.seconds),
-            "tokens a day": lambda one: short_text(_tokens_a_day(one)),
+            "tokens a day": _tokens_a_day,
             **{place: partial(_needed, place) for place in places_of_memory},
             "drives last": lambda one: days_text(one.plan.days),
         },
@@ -209,9 +210,12 @@ def _sentence(one: Fitted, first: Fitted) -> str:
         parts.append("the shortest step" if lost > 1 else "the shortest step that is committed")
     else:
         slower = one.plan.time.seconds - first.plan.time.seconds
-        parts.append(
-            f"{seconds_text(abs(slower))} {'more' if slower > 0 else 'less'} for each step"
-        )
+        if abs(slower) < 0.005 * first.plan.time.seconds:
+            parts.append("as quick")
+        else:
+            parts.append(
+                f"{seconds_text(abs(slower))} {'more' if slower > 0 else 'less'} for each step"
+            )
         memory = _memory(first) - _memory(one)
         if abs(memory) > 2**28:
             parts.append(f"{format_bytes(abs(memory))} {'less' if memory > 0 else 'more'} memory")
@@ -234,8 +238,10 @@ def _needed(place: str, one: Fitted) -> str:
     return next(format_bytes(need.nbytes) for need in one.plan.needs if need.place == place)
 
 
-def _tokens_a_day(one: Fitted) -> float:
-    return 86_400 / one.plan.time.seconds * (one.plan.job.tokens or 0)
+def _tokens_a_day(one: Fitted) -> str:
+    if one.plan.model_s is None:
+        return "unknown"
+    return short_text(SECONDS_PER_DAY / one.plan.time.seconds * (one.plan.job.tokens or 0))
 
 
 def _to_plain(found: Fit, places: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tierstore.tools.cli.output import plain, table
+from tierstore.tools.plan.drives import SECONDS_PER_DAY
 from tierstore.tools.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 _BAR = 24
 _PARTS_MAX = 4
-_DAY_S = 86_400
 
 
 def screen(found: Plan) -> Iterator[str]:
@@ -100,9 +100,10 @@ def time_lines(found: Plan) -> Iterator[str]:
             f"{seconds_text(time.exposed_s)}."
         )
         yield f"Busy: {', '.join(f'{name} {seconds_text(value)}' for name, value in busy)}."
-        steps = _DAY_S / time.seconds
+        steps = SECONDS_PER_DAY / time.seconds
         tokens = "" if job.tokens is None else f", {short_text(steps * job.tokens)} tokens"
-        yield f"A day has {steps:,.0f} steps{tokens}."
+        if found.model_s is not None:
+            yield f"A day has {steps:,.0f} steps{tokens}."
         yield _free_line(found)
     if found.model_s is None:
         yield "Forward and backward are left out: pass --tokens and --tflops."
