@@ -64,11 +64,8 @@ def test_json_is_one_object() -> None:
     assert (body["fits"], body["lasts"], body["parameters"]) == (True, True, 8030261248)
 
 
-def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
-    code, out, _ = call("plan", *JOB, *TIMES, "--gpu-memory", "13GiB")
-    assert code == 1
-    assert "DOES NOT FIT" in out
-    assert "It fits with " not in out  # Without --host-memory, everything would.
+@pytest.mark.long
+def test_options_with_which_it_fits() -> None:
     limits = ("--gpu-memory", "13GiB", "--host-memory", "1TiB")
     code, out, _ = call("plan", *JOB, *TIMES, *limits)
     assert code == 1
@@ -76,6 +73,13 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
     options = [word for word in advice.partition(":")[0].split()[3:] if word != "and"]
     code, out, _ = call("plan", *JOB, *TIMES, *limits, *options)
     assert (code, out.splitlines()[2]) == (0, "It fits.")
+
+
+def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
+    code, out, _ = call("plan", *JOB, *TIMES, "--gpu-memory", "13GiB")
+    assert code == 1
+    assert "DOES NOT FIT" in out
+    assert "It fits with " not in out  # Without --host-memory, everything would.
     code, out, _ = call("plan", *JOB, *TIMES, "--steps", "10000000")
     assert code == 1
     assert "NOT ALLOWED: the run has 10,000,000 steps" in out

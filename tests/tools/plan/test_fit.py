@@ -50,7 +50,7 @@ def titles(found: Fit) -> dict[str, Plan]:
     return {one.title: one.plan for one in found.plans}
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+@pytest.mark.parametrize("algorithm", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def test_8b_on_one_card_of_24_gb(algorithm: str) -> None:
     """By hand: 15 GiB of bfloat16 parameters leave no room for as many gradients."""
     found = fitted("llama-3.1-8b", algorithm, **CARD)
@@ -113,6 +113,7 @@ def test_parameters_that_no_card_holds_go_to_the_host() -> None:
     assert best.job.micro_batches <= 8
 
 
+@pytest.mark.long
 def test_the_nearest_machines_if_nothing_fits() -> None:
     found = fitted("llama-3.1-8b", gpus=1, gpu_memory=16 * GIB, host_memory=32 * GIB)
     assert not found.plans
@@ -124,6 +125,7 @@ def test_the_nearest_machines_if_nothing_fits() -> None:
     assert fit_job(named("llama-3.1-8b"), job, rates, algorithm="adamw").plans
 
 
+@pytest.mark.long
 def test_two_changes_if_one_is_not_enough() -> None:
     found = fitted(
         "llama-3.1-8b", drives="1x100GB@7/5GB/s", gpus=1, gpu_memory=8 * GIB, host_memory=8 * GIB
@@ -133,6 +135,7 @@ def test_two_changes_if_one_is_not_enough() -> None:
     assert all(" and " in one.change for one in found.nearest)
 
 
+@pytest.mark.long
 def test_states_lose_bits_only_if_full_ones_do_not_fit() -> None:
     room = {**CARD, "host_memory": 64 * GIB}
     wide = fitted("llama-3.1-8b", **room)
@@ -144,6 +147,7 @@ def test_states_lose_bits_only_if_full_ones_do_not_fit() -> None:
     assert all("moments_dtype" in one.plan.job.optimizer for one in narrow.plans)
 
 
+@pytest.mark.long
 def test_a_run_that_wears_drives_out_is_not_proposed() -> None:
     found = fitted("llama-3.1-8b", steps=15_000, **CARD)
     for one in found.plans:
@@ -170,10 +174,15 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-0.6b", {"host_memory": 32 * GIB}),
     ("qwen3-4b", {**CARD, "gpu_memory": 16 * GIB}),
 ]
+CASES = [
+    (*job, algorithm) for job in JOBS for algorithm in ("adamw", "muon", "torch.optim.RMSprop")
+]
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "muon", "torch.optim.RMSprop"])
-@pytest.mark.parametrize(("name", "fields"), JOBS)
+@pytest.mark.parametrize(
+    ("name", "fields", "algorithm"),
+    [CASES[1], *(pytest.param(*case, marks=pytest.mark.long) for case in (CASES[0], *CASES[2:]))],
+)
 def test_the_search_has_the_figures_of_plans(
     name: str, fields: dict[str, Any], algorithm: str
 ) -> None:
