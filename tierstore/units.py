@@ -40,6 +40,30 @@ def parse_bytes(value: int | str) -> int:
     return nbytes
 
 
+def parse_endurance(value: int | str) -> int:
+    """Return the bytes that a drive may be written in its life, from ``"600TBW"`` or an int.
+
+    Raises:
+        ValueError: something else, 0, or 2^63 bytes or more.
+    """
+    size = value
+    if isinstance(value, str):
+        rating = value.strip()
+        # "600TB" is refused: it may be a capacity.
+        size = rating[:-1] if rating.upper().endswith(("TBW", "PBW")) else ""
+    try:
+        nbytes = parse_bytes(size)
+    except ValueError:
+        nbytes = 0
+    if not nbytes:
+        raise ValueError(
+            "an endurance is the bytes that one drive may be written in its life, above 0 and "
+            "below 2^63: an int, or a string such as '600TBW' or '7PBW' from its data sheet; got "
+            f"{value!r:.80}"
+        )
+    return nbytes
+
+
 def format_bytes(nbytes: int) -> str:
     """Return a size for people: ``"1.5 GiB"``; exact below 1 KiB."""
     size = float(nbytes)

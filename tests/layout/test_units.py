@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.units import SECTOR_BYTES, Extent, align_up, format_bytes, parse_bytes
+from tierstore.units import (
+    SECTOR_BYTES,
+    Extent,
+    align_up,
+    format_bytes,
+    parse_bytes,
+    parse_endurance,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +69,32 @@ def test_parse_refuses_negative() -> None:
 def test_parse_refuses_more_than_a_file_may_have(value: int | str) -> None:
     with pytest.raises(ValueError, match="must be below 2\\^63 bytes"):
         parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        *(("600TBW", 6 * 10**14), (" 7 pbw\n", 7 * 10**15), ("1.2TBW", 1_200_000_000_000)),
+        *(("2.5PBW", 25 * 10**14), (10**9, 10**9)),
+    ],
+)
+def test_parse_endurance(value: int | str, nbytes: int) -> None:
+    assert parse_endurance(value) == nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "TBW", "0TBW", "0.0PBW", "-1TBW", "nanTBW", "infPBW", "600TB", "600", "600GBW"),
+        *("600TBWW", "1DWPD", "6e2TBW", "9224PBW", "9" * 400 + "TBW"),
+        *(0, -1, 2**63, True, math.nan, 1e15, b"600TBW"),
+    ],
+)
+def test_other_endurances_are_refused(value: int | str) -> None:
+    with pytest.raises(ValueError, match="such as '600TBW' or '7PBW'") as caught:
+        parse_endurance(value)
+    assert repr(value)[:80] in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.support.commands import call, call_process
 from tests.tools.plan.test_rates import PROBE, RATE, probe_with
-from tierstore.tools.probe.result import Bandwidths, Drive
+from tierstore.storage.drives import Drive
+from tierstore.tools.probe.result import Bandwidths
 
 CONFIGS = Path(__file__).resolve().parents[1] / "plan/configs"
 DRIVES = ("--drives", "4x3.84TB@7/5GB/s,1DWPD")

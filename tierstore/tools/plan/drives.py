@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from tierstore.errors import PlanError
-from tierstore.units import parse_bytes
+from tierstore.units import parse_bytes, parse_endurance
 
 WARRANTY_DAYS = 5 * 365
 """Days for which drives are rated in drive writes per day (DWPD): five years."""
@@ -19,7 +19,7 @@ _NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 _DRIVES = re.compile(
     rf"(?:(?P<count>\d{{1,6}})x)?(?P<capacity>{_NUMBER}\s?[KMGTP]i?B)"
     rf"@(?P<read>{_NUMBER})/(?P<write>{_NUMBER})(?P<unit>[KMGT]i?B)/s"
-    rf"(?:,(?:(?P<dwpd>{_NUMBER})DWPD|(?P<tbw>{_NUMBER})(?P<tbw_unit>[TP])BW))?",
+    rf"(?:,(?:(?P<dwpd>{_NUMBER})DWPD|(?P<written>{_NUMBER}[TP]BW)))?",
     re.IGNORECASE,
 )
 
@@ -57,13 +57,14 @@ def parse_drives(text: str) -> Drives:
     if match is None:
         raise PlanError(f"drives must look like {_EXAMPLE}, got {text[:80]!r}")
     part = match.groupdict()
-    capacity = parse_bytes(part["capacity"])
+    try:
+        capacity = parse_bytes(part["capacity"])
+        endurance = float(parse_endurance(part["written"])) if part["written"] else None
+    except ValueError as error:
+        raise PlanError(f"{error}: write {_EXAMPLE}") from error
     unit = parse_bytes(f"1{part['unit']}")
-    endurance = None
     if part["dwpd"]:
         endurance = float(part["dwpd"]) * capacity * WARRANTY_DAYS
-    elif part["tbw"]:
-        endurance = float(part["tbw"]) * (1e15 if part["tbw_unit"].upper() == "P" else 1e12)
     drives = Drives(
         count=int(part["count"] or 1),
         capacity=capacity,

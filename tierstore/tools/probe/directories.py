@@ -22,10 +22,11 @@ from tierstore.paging.tier_plan import STREAM_BUFFERS, Budget, default_page_byte
 from tierstore.run.committer import write_durably
 from tierstore.run.sealed import seal
 from tierstore.storage.base import Transfer
+from tierstore.storage.drives import drives_below
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.select import choose_storage
 from tierstore.threads import Threads
-from tierstore.tools.probe.drives import alignment, drives_below
+from tierstore.tools.probe.alignment import alignment
 from tierstore.tools.probe.result import Bandwidths, DirectoryProbe, Rate, Sustained
 from tierstore.tools.probe.rounds import ROUNDS, measured, rate_of
 from tierstore.units import SECTOR_BYTES, Extent, align_up, format_bytes

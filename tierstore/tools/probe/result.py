@@ -12,6 +12,7 @@ from typing import Any
 
 from tierstore.errors import PlanError
 from tierstore.run.sealed import parse_json
+from tierstore.storage.drives import Drive
 
 FORMAT = 2
 
@@ -46,19 +47,6 @@ class Sustained:
     """Of ten parts of the write."""
     last_bytes_per_s: float
     """Of the last part, after a cache of the drive may be full."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drive:
-    """A drive below a directory. What the system does not tell is None."""
-
-    name: str
-    model: str | None
-    percentage_used: int | None
-    """SMART wear; 100 is the rated life of the drive, and more is possible."""
-    bytes_written: int | None
-    unknown: str | None
-    """Why the wear is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

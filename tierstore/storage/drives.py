@@ -1,49 +1,43 @@
-"""What the system tells of a directory's disk: alignment, drives and their wear."""
+"""The drives below a directory and their wear, as the system tells them."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.tools.probe.result import Drive
+BLOCK_DEVICES = Path("/sys/dev/block")
+"""Where sysfs lists block devices by number."""
 
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_MEMORY_ALIGN_AT, _OFFSET_ALIGN_AT = 152, 156
-_AT_FDCWD = -100
 _SMART_UNIT_BYTES = 512_000  # NVMe counts thousands of 512 bytes.
 _SMARTCTL_SECONDS_MAX = 5
 
 
-def alignment(file: Path) -> tuple[int | None, int | None]:
-    """Return the alignment of memory and of offsets that direct I/O on a file requires."""
-    statx = getattr(ctypes.CDLL(None), "statx", None)
-    status = ctypes.create_string_buffer(_STATX_BYTES)
-    if statx is None or statx(_AT_FDCWD, os.fsencode(file), 0, _STATX_DIOALIGN, status):
-        return None, None
-    mask, memory, offset = (
-        int.from_bytes(status.raw[at : at + 4], "little")
-        for at in (0, _MEMORY_ALIGN_AT, _OFFSET_ALIGN_AT)
-    )
-    known = mask & _STATX_DIOALIGN and memory and offset
-    return (memory, offset) if known else (None, None)
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A drive below a directory. What the system does not tell is None."""
+
+    name: str
+    model: str | None
+    percentage_used: int | None
+    """SMART wear; 100 is the rated life of the drive, and more is possible."""
+    bytes_written: int | None
+    unknown: str | None
+    """Why the wear is unknown."""
 
 
-def drives_below(directory: Path, blocks: Path = Path("/sys/dev/block")) -> tuple[Drive, ...]:
+def drives_below(directory: Path) -> tuple[Drive, ...]:
     """Return the drives of a directory; none if it is on no block device (tmpfs, overlay, NFS).
 
-    Args:
-        directory: the directory.
-        blocks: where sysfs lists block devices by number.
+    A drive that does not answer takes five seconds.
     """
     device = os.stat(directory).st_dev
-    found = (blocks / f"{os.major(device)}:{os.minor(device)}").resolve()
+    found = (BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}").resolve()
     return tuple(_drive(disk) for disk in _disks(found)) if found.is_dir() else ()
 
 
