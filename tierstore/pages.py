@@ -225,6 +225,7 @@ class Pages:
             yield pages
         self._changes.note(sweep.changed, table.places.step)
         self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
+        session.wear.look(table.all_pages, session.pager.files.bytes_written, session.seconds)
 
     @not_compiled
     def prefetch(self) -> None:

@@ -38,6 +38,7 @@ from tierstore.paging.tier_plan import (
     default_page_bytes,
     step_device,
 )
+from tierstore.paging.wear import Wear, rated_life
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.ranks.roll_call import Calls
@@ -94,6 +95,9 @@ class TierStore:
         gradient_dtype: dtype of gradients that the store copies, and of their sums over several
             backwards if they are offloaded; None: the dtype of each parameter.
         free_gradients: set each ``.grad`` to None after its use.
+        endurance: the bytes that one drive of the directories may be written in its life, from its
+            data sheet: an int, or a string such as "1200TBW" or "7PBW". stats() and the log then
+            say how much of it is used, and how many days are left. Drives count as equal.
         process_group: the ranks that own the parameters together; None: all ranks if
             torch.distributed is initialized, else this process alone. ``Ranks`` are used as
             they are.
@@ -130,6 +134,7 @@ class TierStore:
         offload_gradients: str | None = None,
         gradient_dtype: torch.dtype | None = None,
         free_gradients: bool = False,
+        endurance: int | str | None = None,
         process_group: dist.ProcessGroup | Ranks | None = None,
         timeout: float = 600.0,
     ) -> None:
@@ -146,16 +151,18 @@ class TierStore:
         _check_gradients(offload_gradients, gradient_dtype)
         _check_modes(resume=resume, overwrite=overwrite)
         modes = {"resume": resume, "overwrite": overwrite}
+        life = rated_life(endurance, directories)
         options = {
             "page_bytes": None if page_bytes is None else page_size,
             "commit_every": commit_every,
             "number of directories": len(directories),
+            "endurance": life,
             **modes,
         }
         ranks = ranks_of(process_group, timeout_s=timeout)
         self._other_ranks: OtherRanks | None = None  # The run that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
-        self._opened_at = time.monotonic()
+        opened_at = time.monotonic()
         with Releases() as opened:
             opened.add(ranks.close)
             rank_checks.require_same_options(ranks, options)
@@ -203,6 +210,7 @@ class TierStore:
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.add(progress.close)
+            wear = Wear(life, directories, ranks, commit_every=commit_every, buffers=buffers)
             self._verifier = verifier = Verifier()
             opened.add(verifier.close)
             usability = Usability(
@@ -240,6 +248,8 @@ class TierStore:
                 verifier.check,
                 step_on=device,
                 free_gradients=free_gradients,
+                wear=wear,
+                opened_at=opened_at,
             )
             self.pages = Pages(self._session)
             """The pages, for optimizers: see ``tierstore.pages``."""
@@ -616,19 +626,22 @@ class TierStore:
         """Return counters of this opening of the store."""
         session = self._session
         pager, pages = session.pager, session.table.pages
+        written, seconds = pager.files.bytes_written, session.seconds
         return Stats(
             engine=self._engine,
             pages=len(pages),
             state_bytes=sum(page.layout.nbytes for page in pages),
             bytes_read=pager.files.bytes_read,
-            bytes_written=pager.files.bytes_written,
+            bytes_written=written,
             bytes_spread=session.table.replication.bytes_sent,
             stall_seconds=pager.stall_seconds,
             host_bytes_peak=pager.host_bytes_peak,
             device_bytes_peak=pager.device_bytes_peak,
             pages_in=dict(Counter(page.tier.value for page in pages)),
             steps=session.steps_begun,
-            seconds=time.monotonic() - self._opened_at,
+            seconds=seconds,
+            drive_life_used=session.wear.life_used(written),
+            drive_days_left=session.wear.days_left(written, seconds),
         )
 
     @not_compiled

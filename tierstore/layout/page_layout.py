@@ -148,6 +148,12 @@ class PageLayout:
         is_encoded = any(shard.parameter.encoding(MASTER) is not None for shard in shards)
         return bool(self.write_only) and not is_encoded
 
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes that a step writes of the page if its commit adds values of parameters."""
+        written = self.readable if self.may_lack_parameters else self.sections
+        return sum(section.extent.nbytes for section in written)
+
     def sections_of(self, state: str) -> list[Section]:
         """Return the sections that hold records of one state."""
         return [section for section in self.sections if section.state == state]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from tierstore.paging import rank_checks
 from tierstore.paging.given_states import GivenStates
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
+from tierstore.paging.wear import Wear
 from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.ranks.roll_call import Calls
 from tierstore.run.committer import Committer, Progress
@@ -31,6 +33,8 @@ class Session:
         find_damage: raises what is found of the last checkpoint, if it was read.
         step_on: where pages are stepped; None: where the parameters are.
         free_gradients: whether gradients are set to None after their use.
+        wear: the wear of the drives.
+        opened_at: the time when the store was opened, of time.monotonic().
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Session:
         *,
         step_on: torch.device | None,
         free_gradients: bool,
+        wear: Wear,
+        opened_at: float,
     ) -> None:
         self.ranks = ranks
         self.calls = calls
@@ -55,11 +61,18 @@ class Session:
         self._find_damage = find_damage
         self.step_on = step_on
         self.free_gradients = free_gradients
+        self.wear = wear
+        self._opened_at = opened_at
         self.given = GivenStates()
         """The tensors of states that callers hold."""
         self.registered = Registered()
         self.steps_begun = 0
         """Steps since the store was opened, the same on all ranks."""
+
+    @property
+    def seconds(self) -> float:
+        """Time since the store was opened."""
+        return time.monotonic() - self._opened_at
 
     def require_committer(self, call: str) -> Committer:
         """Return the committer of the run; raise RunDirectoryError without a directory."""

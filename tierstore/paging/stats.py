@@ -34,6 +34,11 @@ class Stats:
     """Number of steps that were begun, skipped ones included."""
     seconds: float
     """Time since the store was opened."""
+    drive_life_used: float | None
+    """Share of the rated life of a drive that is used; None without ``endurance``."""
+    drive_days_left: float | None
+    """Days until it is used up at the pace so far; None without ``endurance``, in the first ten
+    minutes, and before anything was written."""
 
     @property
     def bytes_written_per_step(self) -> float:

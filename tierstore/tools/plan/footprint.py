@@ -30,6 +30,7 @@ from tierstore.paging.tier_plan import (
     step_device,
     sweep_order,
 )
+from tierstore.paging.wear import bytes_per_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,7 @@ class StoreOptions:
 
     def written_bytes(self, layout: PageLayout) -> int:
         """Return the bytes that a step writes of a page; a commit may add parameters to them."""
-        is_partial = self.commit_every != 1 and layout.may_lack_parameters
-        sections = layout.readable if is_partial else layout.sections
-        return sum(section.extent.nbytes for section in sections)
+        return layout.nbytes if self.commit_every == 1 else layout.step_nbytes
 
     @property
     def slots(self) -> int:
@@ -138,8 +137,7 @@ class Footprint:
     @property
     def mean_written_bytes(self) -> float:
         """Bytes that a step writes to the disk on average over many steps."""
-        every = self.options.commit_every
-        return self.step_written_bytes + (0 if every is None else self.commit_written_bytes / every)
+        return bytes_per_step(self.pages, self.options.commit_every)
 
 
 def subgroups_of(
