@@ -74,6 +74,9 @@ def _made(found: Plan, directories: Sequence[str]) -> list[str]:
     ]
     if found.job.offloads:
         given.append("free_gradients=True")
+    drives = found.job.drives
+    if drives is not None and drives.endurance is not None:
+        given.append(f'endurance="{drives.endurance / 1e12:.0f}TBW"')
     call = f"store = tierstore.TierStore({', '.join(given)})"
     if len(call) > _COLUMNS:
         call = "store = tierstore.TierStore(\n    " + ",\n    ".join(given) + ",\n)"
