@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -114,19 +115,17 @@ def fit(
         )
         rates = rates_of(job, measured, network, pcie)
         nvme_bytes = None if measured is None else measured.free_bytes
-        found = model
-        if largest:
-            names = [f"{model}-{size}" for size in reversed(sizes_of(str(model)))]
-            found = next(
-                (
-                    name
-                    for name in map(type(model), names)
-                    if fits(model_of(name, dtype), job, rates, algorithm=algorithm)
-                ),
-                type(model)(names[-1]),
-            )
+        names = (
+            [f"{model}-{size}" for size in reversed(sizes_of(f"{model}"))] if largest else [model]
+        )
+        for name in names:  # The smallest size is answered if none fits.
+            found = model_of(Path(name), dtype)
+            if name == names[-1] or fits(
+                found, job, rates, algorithm=algorithm, nvme_bytes=nvme_bytes
+            ):
+                break
         answer = fit_job(
-            model_of(found, dtype),
+            found,
             job,
             rates,
             algorithm=algorithm,

@@ -21,6 +21,10 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
         found: the plan.
         directories: one on each drive; none: names to replace.
     """
+    return "\n".join([*_imports(found), "", *_made(found, directories)]) + "\n"
+
+
+def _imports(found: Plan) -> list[str]:
     imports = {"import tierstore"}
     package = found.call.partition(".")[0]
     if package.isidentifier():
@@ -30,7 +34,7 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
     module = found.algorithm.rpartition(".")[0]
     if module not in ("", "torch.optim"):
         imports.add(f"import {module}")
-    return "\n".join([*sorted(imports), "", *_made(found, directories)]) + "\n"
+    return sorted(imports)
 
 
 def program_of(found: Plan, directories: Sequence[str] = ()) -> str:
@@ -38,13 +42,17 @@ def program_of(found: Plan, directories: Sequence[str] = ()) -> str:
 
     Names that a program has are ``model``, ``batches`` and ``loss_of``.
     """
-    job, lines = found.job, []
+    job, lines = found.job, _imports(found)
     if job.on_gpu and not job.parameters_on_gpu:
         lines += [
+            "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard",
+            "",
             "for layer in model.model.layers:",
             "    fully_shard(layer, offload_policy=CPUOffloadPolicy())",
             "fully_shard(model, offload_policy=CPUOffloadPolicy())",
         ]
+    else:
+        lines.append("")
     if job.checkpointing:
         lines.append("model.gradient_checkpointing_enable()")
     lines += [*_made(found, directories), "optimizer.restore()", "for batch in batches:"]

@@ -78,7 +78,6 @@ def fit_job(
     job: Job,
     rates: Mapping[bool, Rates],
     *,
-    optimizer: str | None = None,
     algorithm: str | None = None,
     nvme_bytes: int | None = None,
 ) -> Fit:
@@ -92,7 +91,6 @@ def fit_job(
         model: its parameters, in the dtype that they are trained in.
         job: the machines and the tokens of a step; its own settings are replaced.
         rates: of the machines, by whether pages are stepped on GPUs.
-        optimizer: as for ``plan()``.
         algorithm: as for ``plan()``.
         nvme_bytes: as for ``plan()``.
 
@@ -101,7 +99,7 @@ def fit_job(
             refuses the model.
     """
     _require_limits(job)
-    chosen = choose(optimizer, algorithm)
+    chosen = choose(None, algorithm)
     fitting = _Fitting(model, job, chosen, rates, nvme_bytes)
     settings = list(fitting.settings(job))
     plans = list(fitting.finalists(settings))
@@ -115,11 +113,16 @@ def fit_job(
 
 
 def fits(
-    model: Model, job: Job, rates: Mapping[bool, Rates], *, algorithm: str | None = None
+    model: Model,
+    job: Job,
+    rates: Mapping[bool, Rates],
+    *,
+    algorithm: str | None = None,
+    nvme_bytes: int | None = None,
 ) -> bool:
     """Return whether any settings let a job run; see fit_job()."""
     _require_limits(job)
-    fitting = _Fitting(model, job, choose(None, algorithm), rates, None)
+    fitting = _Fitting(model, job, choose(None, algorithm), rates, nvme_bytes)
     return next(fitting.settings(job), None) is not None
 
 
@@ -269,6 +272,9 @@ def _changes(job: Job) -> list[list[Change]]:
 def options_of(job: Job) -> list[str]:
     """Return the settings of a job as options of ``tierstore plan``."""
     store = job.store
+    states = [
+        f"{name}={str(value).removeprefix('torch.')}" for name, value in job.optimizer.items()
+    ]
     given = {
         "--partition": job.partition if job.world_size > 1 else None,
         "--expert-parallel": job.expert_parallel if job.expert_parallel > 1 else None,
@@ -281,7 +287,7 @@ def options_of(job: Job) -> list[str]:
         "--commit-every": store.commit_every if store.commit_every != 1 else None,
         "--step-on": store.step_on,
         "--offload-gradients": store.offload_gradients,
-        "--set": " --set ".join(f"{name}={value}" for name, value in job.optimizer.items()) or None,
+        "--set": " --set ".join(states) or None,
     }
     found = [f"{option} {value}" for option, value in given.items() if value is not None]
     return [*found, *(["--checkpointing"] if job.checkpointing else [])]
