@@ -145,4 +145,4 @@ def test_a_module_on_the_meta_device() -> None:
     assert tierstore.fit(model, host_memory="1GiB", **common).plans
     nothing = tierstore.fit(model, host_memory="300MiB", **common)
     assert not nothing.plans
-    assert nothing.nearest[0].change == "32.0 GiB more host memory"
+    assert nothing.nearest[0].change == "4.0 GiB more host memory"

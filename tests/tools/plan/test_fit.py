@@ -199,7 +199,10 @@ def test_the_search_has_the_figures_of_plans(
             for need in exact.needs
             if need.place != "NVMe"
         )
-        assert one.memory == pytest.approx(memory, rel=0.05)
+        # Rounds of matrices between ranks are left out.
+        rounds = 0 if one.job.world_size == 1 else one.job.node_size * 2 * GIB
+        assert memory - rounds <= one.memory + 0.05 * memory
+        assert one.memory <= 1.05 * memory
         assert one.step_s == pytest.approx(exact.time.seconds, rel=0.1)
         written = exact.ranks.total("mean_written_bytes") / one.job.world_size
         # Pages of equal size: one more or less rests in memory.
@@ -255,3 +258,50 @@ def test_a_listing_without_layers_or_experts() -> None:
     assert found.plans
     store = found.plans[0].plan.job.store
     assert replace(store, host_memory=0) == replace(StoreOptions(), host_memory=0)
+
+
+def test_a_model_of_one_page_fits() -> None:
+    model = model_from_listing({"w": {"shape": [1000, 1000], "dtype": "bfloat16"}})
+    job, rates = machine(**CARD)
+    plans = fit_job(model, job, rates).plans
+    assert plans
+    assert all(tier.value == "host" for _, tier in plans[0].plan.ranks.classes[0].footprint.pages)
+
+
+@pytest.mark.long
+def test_the_least_memory_has_the_smallest_micro_batches() -> None:
+    found = fitted("qwen3-8b", **CARD)
+    least = titles(found)["least memory"]
+    assert least.job.micro_tokens == 2048
+    needed = sum(need.nbytes for need in least.needs if need.place != "NVMe")
+    for one in titles(found).values():
+        assert needed <= sum(need.nbytes for need in one.needs if need.place != "NVMe")
+
+
+@pytest.mark.long
+def test_settings_of_the_job_are_replaced() -> None:
+    """A job that was planned with settings gets the answer of one without."""
+    wanted = titles(fitted("llama-3.1-8b", **CARD))["quickest"].job
+    store = StoreOptions(host_memory=GIB, buffers=3, step_on="cpu", offload_gradients="backward")
+    found = fitted("llama-3.1-8b", store=store, micro_tokens=1, checkpointing=True, **CARD)
+    assert titles(found)["quickest"].job == wanted
+
+
+@pytest.mark.long
+def test_drives_without_life_are_refused() -> None:
+    with pytest.raises(PlanError, match="100% of the rated life of the drives is used"):
+        fitted("llama-3.2-1b", wear=1.0, **CARD)
+    found = fitted("llama-3.2-1b", steps=10**8, **CARD)
+    assert (found.plans, found.is_worn_out) == ([], True)
+    (nearest,) = found.nearest
+    count = int(nearest.change.split()[0])
+    assert nearest.change == f"{count} drives in each node instead of 1"
+    enough = fitted("llama-3.2-1b", steps=10**8, drives=DRIVE.replace("1x", f"{count}x"), **CARD)
+    assert enough.plans
+    assert 0.9 * max(one.plan.steps_allowed or 0 for one in enough.plans) < 10**8
+
+
+@pytest.mark.long
+def test_a_class_that_is_not_timed_steps_on_the_gpu() -> None:
+    found = fitted("llama-3.2-1b", "pytorch_optimizer.SOAP", **CARD)
+    assert all(one.plan.job.steps_on_gpu for one in found.plans)

@@ -134,6 +134,12 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         planned(experts, gpus=16, expert_parallel=16, store=SMALL)
 
 
+def test_pages_beyond_counting_are_refused() -> None:
+    large = {"w": {"shape": [2**20, 2**14], "dtype": "bfloat16"}}
+    with pytest.raises(PlanError, match=r"in pages of 64\.0 KiB are more than 131,072 pages"):
+        planned(large, store=StoreOptions(host_memory=2**20))
+
+
 def test_paging_is_free_from_there_on() -> None:
     found = planned(gpus=1, flops=1e14, tokens=1000, store=SMALL)
     assert found.free_model_s is not None

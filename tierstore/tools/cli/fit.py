@@ -44,6 +44,7 @@ from tierstore.tools.cli.machine import (
 )
 from tierstore.tools.cli.output import plain, table, write_json, write_lines
 from tierstore.tools.cli.plan_screen import (
+    at_least,
     doubt_lines,
     memory_lines,
     nearest_lines,
@@ -110,7 +111,7 @@ def fit(
             checkpoints=checkpoints,
             steps=steps,
             endurance=number_of("--endurance", endurance) / 100,
-            wear=used_share(measured) if used is None else number_of("--used", used) / 100,
+            wear=used_share(measured, used),
             optimizer=settings_of(settings or []),
         )
         rates = rates_of(job, measured, network, pcie)
@@ -118,19 +119,13 @@ def fit(
         names = (
             [f"{model}-{size}" for size in reversed(sizes_of(f"{model}"))] if largest else [model]
         )
+        given: dict[str, Any] = {"algorithm": algorithm, "nvme_bytes": nvme_bytes}
         for name in names:  # The smallest size is answered if none fits.
             found = model_of(Path(name), dtype)
-            if name == names[-1] or fits(
-                found, job, rates, algorithm=algorithm, nvme_bytes=nvme_bytes
-            ):
-                break
-        answer = fit_job(
-            found,
-            job,
-            rates,
-            algorithm=algorithm,
-            nvme_bytes=nvme_bytes,
-        )
+            if name == names[-1] or fits(found, job, rates, **given):
+                answer = fit_job(found, job, rates, **given)
+                if answer.plans:
+                    break
         places = [] if measured is None else [one.path for one in measured.directories]
         if as_json:
             write_json(_to_plain(answer, places))
@@ -162,7 +157,7 @@ def _lines(found: Fit, places: list[str]) -> Iterator[str]:
     yield from table(
         {
             "plan": lambda one: one.title,
-            "step": lambda one: seconds_text(one.plan.time.seconds),
+            "step": lambda one: at_least(one.plan) + seconds_text(one.plan.time.seconds),
             "tokens a day": _tokens_a_day,
             **{place: partial(_needed, place) for place in places_of_memory},
             "drives last": lambda one: days_text(one.plan.days),
@@ -198,15 +193,23 @@ def changed_lines(shown: list[str], lines: list[str]) -> list[str]:
         else:
             kept.append([line])
     text = "\n".join(shown)
-    return [line for call in kept if "\n".join(call) not in text for line in call]
+    fresh = [line for call in kept if "\n".join(call) not in text for line in call]
+    return [*fresh, *(f"# without {line.strip()}" for line in shown if _is_left_out(line, lines))]
+
+
+def _is_left_out(line: str, lines: list[str]) -> bool:
+    """Return whether another program lacks a call that is not part of the store or the loop."""
+    return line not in lines and line.startswith(("model", "fully_shard", "for layer", "mesh"))
 
 
 def _sentence(one: Fitted, first: Fitted) -> str:
     """Return what a plan costs against the quickest one."""
     parts = []
     lost = one.loses_steps
-    if one is first:
+    if one.title == "quickest":
         parts.append("the shortest step" if lost > 1 else "the shortest step that is committed")
+    elif one is first:
+        parts.append("the only plan that fits so far")
     else:
         slower = one.plan.time.seconds - first.plan.time.seconds
         if abs(slower) < 0.005 * first.plan.time.seconds:
@@ -225,7 +228,7 @@ def _sentence(one: Fitted, first: Fitted) -> str:
         work = seconds_text(lost * one.plan.time.seconds)
         parts.append(f"a crash loses up to {lost} steps ({work})")
     if not one.is_exact:
-        parts.append("states lose bits, because full ones do not fit")
+        parts.append("states lose bits: full ones do not fit, or wear the drives out")
     return f"{', '.join(parts)}."
 
 
@@ -238,7 +241,7 @@ def _needed(place: str, one: Fitted) -> str:
 
 
 def _tokens_a_day(one: Fitted) -> str:
-    if one.plan.model_s is None:
+    if one.plan.model_s is None or not one.plan.is_timed:
         return "unknown"
     return short_text(SECONDS_PER_DAY / one.plan.time.seconds * (one.plan.job.tokens or 0))
 

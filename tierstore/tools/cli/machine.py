@@ -93,18 +93,9 @@ def model_of(path: Path, dtype: str | None) -> Model:
 
 def probe_of(path: Path | None) -> Probe | None:
     """Return what a probe measured."""
-    from tierstore.errors import PlanError
     from tierstore.tools.probe.result import Probe
 
-    if path is None:
-        return None
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be read ({error.strerror}): make it with `tierstore probe --json DIR`"
-        ) from error
-    return Probe.from_json(data, str(path))
+    return None if path is None else Probe.read(path)
 
 
 def node_memory(given: int | None, measured: Probe | None) -> int | None:
@@ -181,10 +172,11 @@ def number_of(option: str, value: float) -> float:
     return value
 
 
-def used_share(measured: Probe | None) -> float:
-    """Return the share of the rated life that the most worn drive of a probe has used."""
-    drives = [drive for one in measured.directories for drive in one.drives] if measured else []
-    return max((drive.percentage_used or 0 for drive in drives), default=0) / 100
+def used_share(measured: Probe | None, used: float | None) -> float:
+    """Return the share of the drives' rated life that is used, as given or as a probe found."""
+    if used is not None:
+        return number_of("--used", used) / 100
+    return 0.0 if measured is None else measured.life_used
 
 
 def check_outputs(*paths: Path | None) -> None:

@@ -150,7 +150,7 @@ def plan(
             checkpoints=checkpoints,
             steps=steps,
             endurance=number_of("--endurance", endurance) / 100,
-            wear=used_share(measured) if used is None else number_of("--used", used) / 100,
+            wear=used_share(measured, used),
             store=_store(
                 store_memory,
                 device_memory,

@@ -94,7 +94,7 @@ def time_lines(found: Plan) -> Iterator[str]:
         )
     elif time.seconds:
         of = "" if job.tokens is None else f" of {short_text(job.tokens)} tokens"
-        model = f"forward and backward {seconds_text(time.model_s)}, " if time.model_s else ""
+        model = f"forward and backward {seconds_text(time.model_s)}, " if found.model_s else ""
         yield (
             f"A step{of} takes {seconds_text(time.seconds)}: {model}paging and commits add "
             f"{seconds_text(time.exposed_s)}."
@@ -106,7 +106,8 @@ def time_lines(found: Plan) -> Iterator[str]:
             yield f"A day has {steps:,.0f} steps{tokens}."
         yield _free_line(found)
     if found.model_s is None:
-        yield "Forward and backward are left out: pass --tokens and --tflops."
+        missing = "--tflops" if job.tokens else "--tokens and --tflops"
+        yield f"Forward and backward are left out: pass {missing}."
 
 
 def _free_line(found: Plan) -> str:
@@ -119,6 +120,11 @@ def _free_line(found: Plan) -> str:
     return f"Paging is free (2% or less) beside {beside}" + (
         "." if tokens is None else f", which is {short_text(tokens)} tokens a step."
     )
+
+
+def at_least(found: Plan) -> str:
+    """Return what stands before a time that lacks the computation of the optimizer."""
+    return "" if found.is_timed else "at least "
 
 
 def wear_lines(found: Plan) -> Iterator[str]:
@@ -177,7 +183,10 @@ def advice(found: Plan, rates: Mapping[bool, Rates], nvme_bytes: int | None) -> 
 
 def nearest_lines(found: Fit) -> Iterator[str]:
     """Yield the nearest machines on which a job fits that fits nowhere here."""
-    yield "No settings make it fit on these machines."
+    if found.is_worn_out:
+        yield f"It fits, but wears the drives out before {found.job.steps:,} steps."
+    else:
+        yield "No settings make it fit on these machines."
     steps = [f"{one.change}, {seconds_text(one.step_s)} a step" for one in found.nearest]
     yield f"It fits with {'; or with '.join(steps)}." if steps else "Larger ones were tried."
 

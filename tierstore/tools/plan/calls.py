@@ -42,31 +42,54 @@ def program_of(found: Plan, directories: Sequence[str] = ()) -> str:
 
     Names that a program has are ``model``, ``batches`` and ``loss_of``.
     """
-    job, lines = found.job, _imports(found)
-    if job.on_gpu and not job.parameters_on_gpu:
-        lines += [
-            "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard",
-            "",
-            "for layer in model.model.layers:",
-            "    fully_shard(layer, offload_policy=CPUOffloadPolicy())",
-            "fully_shard(model, offload_policy=CPUOffloadPolicy())",
-        ]
-    else:
-        lines.append("")
+    job, count = found.job, found.job.micro_batches
+    lines = [*_imports(found), *_sharded(job)]
     if job.checkpointing:
-        lines.append("model.gradient_checkpointing_enable()")
+        lines.append(
+            "model.gradient_checkpointing_enable()  # of transformers; or as yours does it"
+        )
     lines += [*_made(found, directories), "optimizer.restore()", "for batch in batches:"]
-    at_once = f"{job.tokens_at_once:,} tokens on each rank"
-    loss = "loss_of(model, part)"
-    if job.loss_tokens is not None:
-        loss = f"loss_of(model, part, logits_at_once={job.loss_tokens})"
-    lines += [
-        f"    for part in batch.chunk({job.micro_batches}):  # {at_once}",
-        f"        ({loss} / {job.micro_batches}).backward()",
-        "    optimizer.step()",
-        "    optimizer.zero_grad()",
-    ]
+    more = "" if job.loss_tokens is None else f", logits_at_once={job.loss_tokens}"
+    if count == 1:
+        lines.append(f"    loss_of(model, batch{more}).backward()")
+    else:
+        lines += [
+            f"    parts = batch.chunk({count})  # {job.tokens_at_once:,} tokens on each rank",
+            "    for part in parts:",
+            f"        (loss_of(model, part{more}) / len(parts)).backward()",
+        ]
+    lines += ["    optimizer.step()", "    optimizer.zero_grad()"]
     return "\n".join(lines) + "\n"
+
+
+def _sharded(job: Job) -> list[str]:
+    """Return the lines that lay a model on ranks; layers are those of transformers' Llama."""
+    is_brought = job.on_gpu and not job.parameters_on_gpu
+    if job.world_size == 1 and not is_brought:
+        return [""]
+    if job.partition == "ddp":
+        imported = "from torch.nn.parallel import DistributedDataParallel"
+        return [imported, "", "model = DistributedDataParallel(model)"]
+    names, given, lines = ["fully_shard"], "", [""]
+    if is_brought:
+        names.insert(0, "CPUOffloadPolicy")
+        given += ", offload_policy=CPUOffloadPolicy()"
+    imports = [f"from torch.distributed.fsdp import {', '.join(names)}"]
+    if job.partition == "hsdp":
+        imports.insert(0, "from torch.distributed.device_mesh import init_device_mesh")
+        kind, shape = "cuda" if job.on_gpu else "cpu", (job.nodes, job.node_size)
+        named = 'mesh_dim_names=("replicas", "shards")'
+        lines.append(f'mesh = init_device_mesh("{kind}", {shape}, {named})')
+        given += ", mesh=mesh"
+    if job.expert_parallel > 1:
+        lines.append(f"# The experts of a layer are dealt to {job.expert_parallel} ranks before.")
+    return [
+        *imports,
+        *lines,
+        "for layer in model.model.layers:  # of transformers; or as yours are called",
+        f"    fully_shard(layer{given})",
+        f"fully_shard(model{given})",
+    ]
 
 
 def _made(found: Plan, directories: Sequence[str]) -> list[str]:
@@ -82,6 +105,7 @@ def _made(found: Plan, directories: Sequence[str]) -> list[str]:
     ]
     if found.job.offloads:
         given.append("free_gradients=True")
+    given.append("resume=True")
     drives = found.job.drives
     if drives is not None and drives.endurance is not None:
         given.append(f'endurance="{drives.endurance / 1e12:.0f}TBW"')

@@ -104,10 +104,11 @@ def sizes_of(family: str) -> list[str]:
     Raises:
         PlanError: the family is not known.
     """
-    if family in _DENSE:
-        return list(_DENSE[family][1])
-    if family in _OTHERS:
-        return list(_OTHERS[family])
+    known = family.lower()
+    if known in _DENSE:
+        return list(_DENSE[known][1])
+    if known in _OTHERS:
+        return list(_OTHERS[known])
     raise PlanError(
         f"{family!r} is not a family of models that is known, expected is one of "
         f"{', '.join(families())}: give a config.json or a listing of parameters"

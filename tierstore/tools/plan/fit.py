@@ -11,6 +11,7 @@ from typing import Any
 from tierstore.errors import BudgetError, PlanError
 from tierstore.tools.plan.calls import program_of, size_text
 from tierstore.tools.plan.drives import wear_of
+from tierstore.tools.plan.footprint import StoreOptions
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.models import Model
 from tierstore.tools.plan.plan import Chosen, Plan, Planner, choose, steps_allowed
@@ -25,7 +26,7 @@ _SLOWER = 2.0
 _TRIES = 4
 _NEAREST = 3
 _GIB = 2**30
-_GPU_GIB = (24, 32, 40, 48, 64, 80, 96, 141, 180, 288)
+_GPU_GIB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180, 288)
 """Memory of GPUs that are sold."""
 
 Change = tuple[str, Mapping[str, Any]]
@@ -40,7 +41,7 @@ class Fitted:
     """"quickest", "least memory" or "longest life"."""
     plan: Plan
     is_exact: bool
-    """False if states are kept in fewer bits, because full ones do not fit."""
+    """False if states are kept in fewer bits: full ones do not fit, or wear the drives out."""
     loses_steps: int
     """Steps that a crash loses at most."""
 
@@ -69,6 +70,8 @@ class Fit:
     algorithm: str
     plans: Sequence[Fitted]
     """At most three, without those that are equal to another; empty if nothing fits."""
+    is_worn_out: bool
+    """True if nothing fits because the drives do not last for the steps of the job."""
     nearest: Sequence[Nearest]
     """At most three changes of the machines, with which it fits, or a step is shorter."""
 
@@ -98,17 +101,23 @@ def fit_job(
         PlanError: a memory of the machines is not known, or the optimizer is not installed or
             refuses the model.
     """
-    _require_limits(job)
+    job = _without_settings(job)
     chosen = choose(None, algorithm)
     fitting = _Fitting(model, job, chosen, rates, nvme_bytes)
     settings = list(fitting.settings(job))
     plans = list(fitting.finalists(settings))
+    short = [] if plans else list(fitting.settings(replace(job, steps=None)))
+    if plans:
+        nearest = fitting.better(job, settings)
+    else:
+        nearest = fitting.more_drives(job, short) if short else fitting.nearest(job)
     return Fit(
         model=model,
         job=job,
         algorithm=chosen.algorithm,
         plans=plans,
-        nearest=fitting.better(job, settings) if plans else fitting.nearest(job),
+        is_worn_out=bool(short),
+        nearest=nearest,
     )
 
 
@@ -121,7 +130,7 @@ def fits(
     nvme_bytes: int | None = None,
 ) -> bool:
     """Return whether any settings let a job run; see fit_job()."""
-    _require_limits(job)
+    job = _without_settings(job)
     fitting = _Fitting(model, job, choose(None, algorithm), rates, nvme_bytes)
     return next(fitting.settings(job), None) is not None
 
@@ -137,10 +146,12 @@ class _Fitting:
         rates: Mapping[bool, Rates],
         nvme_bytes: int | None,
     ) -> None:
-        self._model, self._chosen, self._nvme_bytes = model, chosen, nvme_bytes
-        self._rates = {on_gpu: chosen.known(one) for on_gpu, one in rates.items()}
+        known = {on_gpu: chosen.known(one) for on_gpu, one in rates.items()}
+        self._planners = {
+            on_gpu: Planner(model, chosen, one, nvme_bytes) for on_gpu, one in known.items()
+        }
         self._search = Search(
-            *(model, chosen.plan, chosen.algorithm, self._rates),
+            *(model, chosen.plan, chosen.algorithm, known),
             drives=job.drives.count if job.drives else 1,
             nvme_bytes=nvme_bytes,
         )
@@ -184,9 +195,8 @@ class _Fitting:
                     break
 
     def _plan(self, job: Job) -> Plan | None:
-        rates = self._rates[job.steps_on_gpu]
         try:
-            return Planner(self._model, self._chosen, rates, self._nvme_bytes).plan(job)
+            return self._planners[job.steps_on_gpu].plan(job)
         except BudgetError:  # Pages are larger than the search took them to be.
             return None
 
@@ -198,18 +208,35 @@ class _Fitting:
 
     def nearest(self, job: Job) -> list[Nearest]:
         """Return the nearest changes of the machines with which a job fits."""
-        kinds = _changes(job)
-        found = [one for changes in kinds for one in self._first(job, changes)]
-        for first, second in () if found else combinations(kinds, 2):  # One is not enough.
+        found, others = list[Nearest](), list[list[Change]]()
+        for changes in _changes(job):
+            alone = list(self._first(job, changes))
+            found += alone
+            others += [] if alone else [changes]
+        for first, second in combinations(others, 2):  # One is not enough.
+            if len(found) >= _NEAREST:
+                break
             pairs = sorted(
                 product(enumerate(first[::2]), enumerate(second[::2])),
                 key=lambda pair: pair[0][0] + pair[1][0],
             )
             both = ((f"{a} and {b}", {**x, **y}) for (_, (a, x)), (_, (b, y)) in pairs)
             found += self._first(job, both)
-            if len(found) >= _NEAREST:
-                break
         return found[:_NEAREST]
+
+    def more_drives(self, job: Job, short: Sequence[Setting]) -> list[Nearest]:
+        """Return the drives that last for the steps of a job.
+
+        Args:
+            job: the job, whose drives do not.
+            short: the settings with which it fits.
+        """
+        if job.drives is None or job.steps is None:
+            return []
+        allowed = max(_steps_of(one) or math.inf for one in short)
+        count = math.ceil(job.drives.count * job.steps / allowed)
+        text = f"{count} drives in each node instead of {job.drives.count}"
+        return list(self._first(job, [(text, {"drives": replace(job.drives, count=count)})]))
 
     def _first(self, job: Job, changes: Iterable[Change]) -> Iterator[Nearest]:
         """Yield the first change with which a job fits."""
@@ -227,12 +254,17 @@ class _Fitting:
 
 def _lasts(setting: Setting) -> bool:
     """Return whether the drives endure the steps of the job."""
+    allowed = _steps_of(setting)
+    return allowed is None or (setting.job.steps or 1) <= allowed
+
+
+def _steps_of(setting: Setting) -> float | None:
+    """Return the steps that the drives endure; None if that is not known."""
     job, wear = setting.job, None
     if job.drives is not None:
         nbytes, step_s = setting.written * job.node_size, setting.step_s or 1.0
         wear = wear_of(job.drives, step_bytes=nbytes, step_s=step_s, used=job.wear)
-    allowed = steps_allowed(job, wear)
-    return allowed is None or (job.steps or 1) <= allowed
+    return steps_allowed(job, wear)
 
 
 def _changes(job: Job) -> list[list[Change]]:
@@ -247,7 +279,7 @@ def _changes(job: Job) -> list[list[Change]]:
         kinds.append(
             [(f"{count} {text}", {"drives": replace(drives, count=count)}) for count in counts]
         )
-    more_memory = [2**power * max(32 * _GIB, host // 8) for power in range(8)]
+    more_memory = [2**power * max(4 * _GIB, host // 8) for power in range(10)]
     kinds.append(
         [
             (f"{format_bytes(more)} more host memory", {"host_memory": host + more})
@@ -256,7 +288,7 @@ def _changes(job: Job) -> list[list[Change]]:
     )
     if job.on_gpu:
         text = f"instead of {format_bytes(gpu)}"
-        larger = [size for size in _GPU_GIB if size * _GIB > gpu]
+        larger = [size for size in _GPU_GIB if size * _GIB > 1.1 * gpu]
         kinds.append(
             [(f"GPUs of {size} GiB {text}", {"gpu_memory": size * _GIB}) for size in larger]
         )
@@ -307,8 +339,12 @@ def _quickness(setting: Setting) -> float:
     return setting.step_s * _GAIN**setting.changes
 
 
-def _require_limits(job: Job) -> None:
-    """Refuse machines whose memory is not known: everything would fit."""
+def _without_settings(job: Job) -> Job:
+    """Return a job without the settings that are searched.
+
+    Raises:
+        PlanError: a memory is not known, so that everything would fit, or no step is left.
+    """
     missing = [
         name
         for name, value in (
@@ -323,3 +359,17 @@ def _require_limits(job: Job) -> None:
             f"what fits depends on {' and '.join(missing)}, which the job does not say: give "
             f"{'them' if len(missing) > 1 else 'it'}"
         )
+    if job.wear >= min(1.0, job.endurance):
+        raise PlanError(
+            f"{job.wear:.0%} of the rated life of the drives is used, and {job.endurance:.0%} may "
+            "be: take other drives, or allow more"
+        )
+    kept = {} if job.activation_bytes is None else {"micro_tokens": job.tokens_at_once}
+    fresh: dict[str, Any] = {"checkpointing": False, "loss_tokens": None, "micro_tokens": None}
+    return replace(
+        job,
+        store=StoreOptions(),
+        parameters_on="gpu",
+        expert_parallel=1,
+        **(kept or fresh),
+    )

@@ -31,6 +31,10 @@ from tierstore.paging.tier_plan import (
     sweep_order,
 )
 from tierstore.paging.wear import bytes_per_step
+from tierstore.units import format_bytes
+
+PAGES_MAX = 2**17
+"""Most pages of a rank. Drives are slow with smaller ones, and so is a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +153,20 @@ def subgroups_of(
         groups: the parameters of each param group, as the optimizer attaches them.
         options: the arguments of the store.
         world_size: number of ranks.
+
+    Raises:
+        PlanError: there are more than PAGES_MAX pages.
     """
     page_bytes = options.page_bytes
     if page_bytes is None:
         page_bytes = default_page_bytes(options.budget)
+    state = sum(parameter.spec.nbytes for parameters in groups for parameter in parameters)
+    if state // world_size // page_bytes > PAGES_MAX:
+        raise PlanError(
+            f"{format_bytes(state // world_size)} of state on each rank in pages of "
+            f"{format_bytes(page_bytes)} are more than {PAGES_MAX:,} pages: plan with a larger "
+            "host_memory, from which page_bytes follows, or with larger page_bytes"
+        )
     loads = owned_costs([], world_size)
     subgroups: list[SharedSubgroup] = []
     for number, parameters in enumerate(groups):

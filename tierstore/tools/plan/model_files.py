@@ -18,7 +18,7 @@ from tierstore.layout.records import RECORD_DIMENSIONS_MAX
 from tierstore.run.sealed import parse_json
 from tierstore.storage.paths import Entry, get_file
 from tierstore.tools.plan.config_values import shown
-from tierstore.tools.plan.families import model_named
+from tierstore.tools.plan.families import families, model_named, sizes_of
 from tierstore.tools.plan.model_configs import parameters_of
 from tierstore.tools.plan.models import DTYPES, ELEMENTS_MAX, Model, ModelParameter
 from tierstore.units import format_bytes
@@ -43,8 +43,12 @@ def read_model(path: str | os.PathLike[str]) -> Model:
         PlanError: it cannot be read, is not such a file, or describes no model that is known.
     """
     named = model_named(os.fspath(path))
-    if named is not None and not os.path.exists(path):
-        return named
+    if not os.path.exists(path):
+        if named is not None:
+            return named
+        if os.fspath(path).lower() in families():
+            sizes = ", ".join(f"{path}-{size}" for size in sizes_of(os.fspath(path)))
+            raise PlanError(f"{path} is a family of models: name one of {sizes}")
     file = Path(path, _CONFIG) if os.path.isdir(path) else Path(path)
     values = _object_of(_content(file), f"{file}")
     if "model_type" not in values:

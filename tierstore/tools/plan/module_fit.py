@@ -67,7 +67,9 @@ def fit(
     Raises:
         PlanError: a value is wrong or missing, or the optimizer refuses the model.
     """
-    measured = None if probe is None else Probe.from_json(Path(probe).read_bytes(), f"{probe}")
+    measured = None if probe is None else Probe.read(Path(probe))
+    if measured is not None:
+        machine = {"wear": measured.life_used, **machine}
     job = Job(
         tokens=tokens,
         host_memory=parse_bytes(host_memory),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tierstore.tools.plan.models import Model
 from tierstore.tools.plan.rates import Rates
 from tierstore.tools.plan.skeleton import skeleton_of
 from tierstore.tools.plan.step import Ranks, formula_of, lay_out_ranks
+from tierstore.tools.plan.totals import quiet
 from tierstore.tools.probe.optimizers import OptimizerPlan, PlannedOptimizer, load_optimizers
 from tierstore.units import format_bytes
 
@@ -274,9 +276,10 @@ class Planner:
         try:
             key = repr((algorithm, on_gpu, sorted(job.optimizer.items())))
             if key not in self._planned:
-                self._planned[key] = self.optimizer.plan(
-                    self._skeleton, algorithm, on_gpu=on_gpu, options=job.optimizer
-                )
+                with quiet() if self._planned else nullcontext():  # Each would log the same.
+                    self._planned[key] = self.optimizer.plan(
+                        self._skeleton, algorithm, on_gpu=on_gpu, options=job.optimizer
+                    )
             planned = self._planned[key]
             return lay_out_ranks(job, planned, self.optimizer), planned.call
         except (ValueError, TypeError) as error:

@@ -51,6 +51,10 @@ _ALL = 2**62
 _SMALL_PAGES = PAGE_BYTES_MAX // 4
 """Tried where pages of the usual size do not fit."""
 _COMMITS = (1, 10, 100)
+_WHOLE = 1.01
+"""Memory for all pages, for each of their bytes: they end at whole sectors."""
+_LARGE_HOST = 64 * 2**30
+"""Memory of a rank in which some GiB for pages of the usual size do not count."""
 _LOSS_TOKENS = 1024
 _MICRO_TOKENS = [2**power for power in range(15, 10, -1)]
 _CRASH_S = 3600.0
@@ -64,6 +68,7 @@ _PLACES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("host", {}),
 )
 """Places of parameters, and of gradients and steps."""
+_ON_HOST = ("cpu", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,7 @@ class Search:
         self._model, self._optimizer = model, optimizer
         self._algorithm, self._rates = algorithm, rates
         self._active_count = model.active_count
+        self._is_timed = algorithm in optimizer.algorithms
         self._totals: dict[str, Totals] = {}
         self._own: dict[tuple[object, ...], ModelBytes] = {}
         self._activations: dict[tuple[object, ...], Activations | None] = {}
@@ -153,6 +159,8 @@ class Search:
         for partition in partitions if job.world_size > 1 else [job.partition]:
             for experts in self._experts(job) if partition == "fsdp" else [1]:
                 for parameters_on, place in _PLACES if job.on_gpu else _PLACES[:1]:
+                    if not self._is_timed and place.get("step_on", parameters_on) in _ON_HOST:
+                        continue  # Its computation counts as nothing, but is slow there.
                     try:
                         laid = replace(
                             job,
@@ -251,7 +259,7 @@ class Search:
                     )
 
     def _batches(self, job: Job, own: ModelBytes, totals: Totals) -> Iterator[Job]:
-        """Yield jobs with the largest micro-batch that fits, for each way of a forward."""
+        """Yield jobs with the largest micro-batch that fits and the smallest, for each way."""
         of_rank = math.ceil((job.tokens or 1) / job.world_size)
         sizes = sorted({min(size, of_rank) for size in _MICRO_TOKENS}, reverse=True)
 
@@ -267,16 +275,18 @@ class Search:
         smallest = replace(
             job, micro_tokens=sizes[-1], checkpointing=True, loss_tokens=_LOSS_TOKENS
         )
-        if not fits(smallest):
-            return
-        for checkpointing, loss_tokens in itertools.product((False, True), (None, _LOSS_TOKENS)):
-            for size in sizes:
-                batched = replace(
-                    job, micro_tokens=size, checkpointing=checkpointing, loss_tokens=loss_tokens
-                )
-                if fits(batched):
-                    yield batched
-                    break
+        if job.activation_bytes is not None:  # They were measured as the job is.
+            yield job
+        elif fits(smallest):
+            ways = itertools.product((False, True), (None, _LOSS_TOKENS))
+            for checkpointing, loss_tokens in ways:
+                way = replace(job, checkpointing=checkpointing, loss_tokens=loss_tokens)
+                fitting = (one for size in sizes if fits(one := replace(way, micro_tokens=size)))
+                largest = next(fitting, None)
+                if largest is not None:
+                    yield largest
+                    if largest.micro_tokens != sizes[-1]:
+                        yield replace(way, micro_tokens=sizes[-1])
 
     def _stores(self, job: Job, own: ModelBytes, totals: Totals) -> Iterator[Job]:
         """Yield jobs with the least memory for a store, and with what is left of the machine."""
@@ -285,15 +295,20 @@ class Search:
         nothing = replace(of_pages, buffers=0, resting=0, device=0, copies=0, staging=0)
         left = {need.place: _left(need) for need in self._needs(job, own, nothing, totals)}
         host = left["host"] // job.node_size
-        # The store then has buffers for four pages, and a page is a sixteenth of it or less.
-        least_pages = max(STREAM_BUFFERS * PAGE_BYTES_MAX, host // 64)
+        # Buffers for four pages of the usual size, if a page is a sixteenth of the memory or less.
+        least_pages = STREAM_BUFFERS * PAGE_BYTES_MAX
         if job.store.page_bytes is not None:
             least_pages = STREAM_BUFFERS * of_pages.page
-        most = of_pages.copies + of_pages.state
-        least = min(host, of_pages.copies + min(least_pages, of_pages.state), most)
+        elif host > _LARGE_HOST:
+            least_pages *= 4  # Without smaller pages.
+        most = of_pages.copies + math.ceil(_WHOLE * of_pages.state)
+        least = min(host, of_pages.copies + least_pages, most)
         if least <= of_pages.copies:
             return
-        memories = {_rounded(min(least, host), up=least < host), _rounded(min(most, host))}
+        memories = {
+            _rounded(least, up=least < host),
+            _rounded(min(most, host), up=most < host),
+        }
         devices = [0]
         if job.steps_on_gpu:
             devices.append(_rounded(min(left["GPU"] - of_pages.staging, of_pages.state)))

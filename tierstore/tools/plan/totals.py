@@ -5,10 +5,12 @@ Layers are alike, so that one parameter of each shape and place in a layer stand
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +68,8 @@ def totals_of(
     """
     first, counts = _folded(model)
     try:
-        planned = optimizer.plan(skeleton_of(first), algorithm, on_gpu=on_gpu, options=options)
+        with quiet():  # What is logged would be of a part of the model.
+            planned = optimizer.plan(skeleton_of(first), algorithm, on_gpu=on_gpu, options=options)
     except (ValueError, TypeError) as error:
         raise PlanError(f"the optimizer refuses the job: {error}") from error
     subgroups: list[SharedSubgroup] = []
@@ -97,6 +100,17 @@ def totals_of(
         parameters=sum(p.numel * p.dtype.itemsize for p in model.parameters),
         whole=planned.whole,
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log no warning meanwhile."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _bytes_read(layout: PageLayout) -> int:

@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tierstore.errors import PlanError
@@ -138,6 +139,28 @@ class Probe:
     def free_bytes(self) -> int:
         """Free bytes of the filesystems of all directories together."""
         return sum({one.filesystem: one.free_bytes for one in self.directories}.values())
+
+    @property
+    def life_used(self) -> float:
+        """Share of the rated life that the most worn drive has used; 0 if none tells."""
+        drives = [drive for one in self.directories for drive in one.drives]
+        return max((drive.percentage_used or 0 for drive in drives), default=0) / 100
+
+    @classmethod
+    def read(cls, path: Path) -> Probe:
+        """Return the probe in a file.
+
+        Raises:
+            PlanError: it cannot be read, or is something else.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise PlanError(
+                f"{path} cannot be read ({error.strerror}): make it with "
+                "`tierstore probe --json DIR`"
+            ) from error
+        return cls.from_json(data, f"{path}")
 
     def to_json(self) -> str:
         """Return one line of JSON, with ``"format": 2``."""
