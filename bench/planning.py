@@ -21,7 +21,7 @@ from tierstore.tools.plan.footprint import StoreOptions
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.model_configs import parameters_of
 from tierstore.tools.plan.pictures import step_picture
-from tierstore.tools.plan.plan import Plan, plan, to_plain
+from tierstore.tools.plan.plan import Plan, plan
 from tierstore.tools.plan.rates import assumed_rates
 from tierstore.tools.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes
@@ -190,7 +190,11 @@ def main(
     console.print(table)
     console.print(fits_table(answers))
     fits = {case: best_of(answer) for case, (answer, _) in answers.items()}
-    write_report(json_path, fits=fits, plans={name: to_plain(one) for name, one in found.items()})
+    plans = {
+        name: {"fits": one.fits, "step_seconds": one.time.seconds, "days": one.days}
+        for name, one in found.items()
+    }
+    write_report(json_path, fits=fits, plans=plans)
 
 
 if __name__ == "__main__":
