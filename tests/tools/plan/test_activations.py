@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tierstore.tools.plan.activations import activations_of
 from tierstore.tools.plan.families import model_named
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.memory import job_activations
 from tierstore.tools.plan.model_files import model_from_listing
+from tierstore.tools.plan.models import Model
 
 TOKENS = 4096
 MODEL = model_from_listing(
@@ -38,6 +42,9 @@ def test_logits_of_some_tokens_at_once() -> None:
     for loss_tokens, tokens in ((None, TOKENS), (1024, 1024), (10**6, TOKENS)):
         found = activations_of(MODEL, TOKENS, checkpointing=True, loss_tokens=loss_tokens)
         assert found.logits == tokens * 1000 * (2 + 12)
+    wide = Model("wide", tuple(replace(p, dtype=torch.float32) for p in MODEL.parameters))
+    found = activations_of(wide, TOKENS, checkpointing=True, loss_tokens=None)
+    assert found.logits == TOKENS * 1000 * 12
 
 
 def test_a_token_visits_some_experts() -> None:

@@ -16,8 +16,8 @@ _KEPT = 1.33
 """Elements that a layer keeps for backward, for each input and output of its matrices."""
 _IN_BACKWARD = 1.83
 """Elements that exist at once while backward goes through one layer, what it keeps included."""
-_LOGIT_BYTES = 12
-"""Bytes of float32 for each logit: its value, its logarithm in the loss, and its gradient."""
+_OF_LOGIT = 3
+"""Numbers in float32 or wider for each logit: its value, its logarithm, and its gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,12 @@ def activations_of(
         kept, in_layer = float(len(sides) * width), _IN_BACKWARD * largest
     else:
         kept, in_layer = _KEPT * sum(sides.values()), (_IN_BACKWARD - _KEPT) * largest
+    narrow = itemsize if itemsize < 4 else 0  # The value before it is widened.
     in_loss = tokens if loss_tokens is None else min(tokens, loss_tokens)
     return Activations(
         kept=round(tokens * itemsize * kept),
         in_layer=round(tokens * itemsize * in_layer),
-        logits=in_loss * vocabulary * (itemsize + _LOGIT_BYTES),
+        logits=in_loss * vocabulary * (_OF_LOGIT * max(4, itemsize) + narrow),
     )
 
 

@@ -47,10 +47,10 @@ def doubts(found: Plan) -> Iterator[str]:
 
 
 def errors_of_plans(job: Job) -> str:
-    """Return how far plans were from runs on such machines, as ``bench/plan.py`` found."""
+    """Return how far plans were from runs on such machines, as ``bench/plan.py`` and ``bench/fit.py`` found."""
     text = (
-        "bytes were exact and peak memory was within 10% in 14 runs on 2 cores and a virtual disk; "
-        "steps were 9% off in the median, those of Muon up to 30% longer"
+        "in 26 runs on 2 cores and a virtual disk, bytes were within 0.1%, peak memory within 14%, "
+        "and steps 10% off in the median, 30% at most"
     )
     if job.on_gpu:
         return f"How far plans were from runs: not compared on a GPU yet; without one, {text}."

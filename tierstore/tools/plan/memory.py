@@ -99,15 +99,24 @@ def needs_of(
         nvme_limit: bytes of the drives of a node.
     """
     with_matrices = job.steps_on_gpu or not job.on_gpu
+    gradients = _gradients(job, own)
     moments: list[dict[str, int]] = [
         {
+            "gradients": gradients,
             "tensors of the optimizer": store.matrices * with_matrices,
             "parameters in flight": store.in_flight,
         }
     ]
     if activations is not None:
-        moments.append({"activations": activations.kept + activations.in_layer})
-        moments.append({"activations": activations.kept, "logits": activations.logits})
+        kept, in_layer = activations.kept, activations.in_layer
+        # A single backward makes gradients while it frees what layers keep.
+        is_single = job.tokens is not None and job.micro_batches == 1 and not job.offloads
+        before = 0 if is_single else gradients
+        moments += [
+            {"gradients": before, "activations": kept, "logits": activations.logits},
+            {"gradients": before, "activations": kept + in_layer},
+            {"gradients": gradients, "activations": in_layer},
+        ]
     of_rank = _model_parts(job, own) | {"pages on the device": store.device}
     sums = [sum(moment.values()) for moment in moments]
     of_rank |= moments[sums.index(max(sums))]
@@ -190,25 +199,29 @@ def model_bytes(job: Job, model: Model) -> ModelBytes:
 
 
 def _model_parts(job: Job, own: ModelBytes) -> dict[str, int]:
-    """Return what the model takes of the memory of a rank, without activations.
+    """Return what the model always takes of the memory of a rank.
 
     FSDP gathers a layer ahead, and keeps what is outside of layers from forward to backward. It
     reduces the gradients of a layer while the next layer makes its gradients.
     """
-    is_here = job.parameters_on_gpu or not job.on_gpu
-    gradients = own.held
-    if job.offloads:
-        # A gradient is added to the sum of the backwards before, which comes back for that.
-        leaving = max(LEAVING_BYTES_MAX, own.largest) * (2 if job.micro_batches > 1 else 1)
-        gradients = min(own.held, leaving)
     return {
-        "parameters": own.held * is_here,
-        "gradients": gradients * is_here,
+        "parameters": own.held * (job.parameters_on_gpu or not job.on_gpu),
         "gathered parameters": own.outside + 2 * own.layer,
         # Of two layers, or in the end of what is outside: each as backward makes it, and once more
         # as the input of the reduction.
         "gradients to be reduced": own.outside + max(2 * own.layer, own.outside),
     }
+
+
+def _gradients(job: Job, own: ModelBytes) -> int:
+    """Return the gradients that a rank has at the end of backward where it computes."""
+    if job.on_gpu and not job.parameters_on_gpu:
+        return 0
+    if not job.offloads:
+        return own.held
+    # A gradient is added to the sum of the backwards before, which comes back for that.
+    leaving = max(LEAVING_BYTES_MAX, own.largest) * (2 if job.micro_batches > 1 else 1)
+    return min(own.held, leaving)
 
 
 def job_activations(job: Job, model: Model) -> Activations | None:
