@@ -47,7 +47,7 @@ def doubts(found: Plan) -> Iterator[str]:
 
 
 def errors_of_plans(job: Job) -> str:
-    """Return how far plans were from runs on such machines, as ``bench/plan.py`` and ``bench/fit.py`` found."""
+    """Return how far plans were from runs, as ``bench/plan.py`` and ``bench/fit.py`` found."""
     text = (
         "in 26 runs on 2 cores and a virtual disk, bytes were within 0.1%, peak memory within 14%, "
         "and steps 10% off in the median, 30% at most"
