@@ -54,14 +54,6 @@ class PagePlan:
     """They number the matrices by their positions in ``places``."""
 
 
-class GatherMemoryError(ValueError):
-    """``gather_memory`` is too small for the largest matrix; ``needed`` bytes are enough."""
-
-    def __init__(self, needed: int, text: str) -> None:
-        super().__init__(text)
-        self.needed = needed
-
-
 def plan_pages(
     subgroups: Sequence[tierstore.pages.SharedSubgroup],
     groups: Sequence[Mapping[str, Any]],
@@ -112,12 +104,11 @@ def plan_pages(
     gather_memory_min = ROUNDS_MAX * max(needs, default=0)
     if gather_memory_min > gather_memory:
         largest = needs.index(max(needs))
-        raise GatherMemoryError(
-            gather_memory_min,
+        raise ValueError(
             f"gather_memory is {gather_memory} bytes, but {ROUNDS_MAX} matrices such as "
             f"{names[largest]!r}, of shape {list(matrices[largest].shape)}, in flight at once "
             f"need {gather_memory_min} bytes on one rank: pass gather_memory={gather_memory_min} "
-            "or more",
+            "or more"
         )
     bytes_max = gather_memory // ROUNDS_MAX
     return [

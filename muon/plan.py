@@ -14,7 +14,7 @@ from muon import newton_schulz
 from muon.kernels.rules import problem_of_kernels
 from muon.keys import KEYS, from_text
 from muon.optimizer import Muon
-from muon.pipeline import ROUNDS_MAX, GatherMemoryError, PagePlan, plan_pages
+from muon.pipeline import ROUNDS_MAX, PagePlan, plan_pages
 from muon.rates import ADAMW, MASTERS, MUON, NEWTON_SCHULZ, STATES, Work, operations, rates
 from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
@@ -52,6 +52,10 @@ def _without_values(groups: Iterable[Mapping[str, Any]], options: Mapping[str, A
         ]
         expanded.append({**group, "params": params})
     return Muon(expanded, **options)
+
+
+_GATHER_MEMORY, _GATHER_MEMORY_MAX = "2GiB", 2**40
+"""The default, and what no largest matrix needs."""
 
 
 class MuonPlan:
@@ -114,9 +118,9 @@ class PlannedMuon:
 
     Args:
         groups: as for ``paged_groups()``.
-        options: arguments of ``Muon``. Without ``gather_memory``, it is the default, or what the
-            largest matrix needs.
-        is_adamw: whether all groups are those of AdamW.
+        options: arguments of ``Muon``. Without ``gather_memory``, it is the default, doubled until
+            the largest matrix has room.
+        is_adamw: whether AdamW steps all groups.
         on_gpu: whether steps are computed on a GPU.
     """
 
@@ -195,20 +199,22 @@ class PlannedMuon:
     def _plan_pages(
         self, subgroups: Sequence[tierstore.pages.SharedSubgroup], world_size: int
     ) -> list[PagePlan]:
-        gather_memory = tierstore.pages.parse_bytes(self._options.get("gather_memory", "2GiB"))
-        try:
-            return plan_pages(
-                subgroups,
-                self._hyperparameters,
-                self._names,
-                world_size=world_size,
-                gather_memory=gather_memory,
-            )
-        except GatherMemoryError as error:
-            if "gather_memory" in self._options:
-                raise
-            self._options["gather_memory"] = error.needed
-            return self._plan_pages(subgroups, world_size)
+        given = self._options.get("gather_memory")
+        size = tierstore.pages.parse_bytes(_GATHER_MEMORY if given is None else given)
+        while True:
+            try:
+                return plan_pages(
+                    subgroups,
+                    self._hyperparameters,
+                    self._names,
+                    world_size=world_size,
+                    gather_memory=size,
+                )
+            except ValueError:
+                if given is not None or size > _GATHER_MEMORY_MAX:
+                    raise
+            size *= 2
+            self._options["gather_memory"] = f"{size >> 30}GiB"
 
 
 def _elements(

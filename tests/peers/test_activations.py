@@ -5,12 +5,12 @@ The models are of tensors without values, so that their size costs nothing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
-from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from tierstore.tools.plan.activations import activations_of
 from tierstore.tools.plan.doubts import LEAST, MOST
@@ -25,7 +25,9 @@ SHAPES = {
 """Width, width within the MLP, heads, heads of keys and values."""
 
 
-def model_of(name: str, layers: int, vocabulary: int) -> PreTrainedModel:
+def model_of(name: str, layers: int, vocabulary: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     width, inner, heads, pairs = SHAPES[name]
     config = LlamaConfig(
         hidden_size=width,
@@ -38,7 +40,10 @@ def model_of(name: str, layers: int, vocabulary: int) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def qwen3_of(name: str, layers: int, vocabulary: int) -> PreTrainedModel:
+def qwen3_of(name: str, layers: int, vocabulary: int) -> Any:
+    from transformers import Qwen3Config
+    from transformers.models.qwen3 import Qwen3ForCausalLM
+
     config = Qwen3Config(
         hidden_size=2560,
         intermediate_size=9728,

@@ -1,4 +1,4 @@
-"""Activations by hand; ``tests/peers/test_activations.py`` counts those of real models."""
+"""Activations by hand; ``tests/peers/test_activations.py`` counts them for real models."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def program_of(found: Plan, directories: Sequence[str] = ()) -> str:
 
 
 def _sharded(job: Job) -> list[str]:
-    """Return the lines that lay a model on ranks; layers are those of transformers' Llama."""
+    """Return the lines that lay a model on ranks; layers have the names of transformers' Llama."""
     is_brought = job.on_gpu and not job.parameters_on_gpu
     if job.world_size == 1 and not is_brought:
         return [""]

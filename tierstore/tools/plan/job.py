@@ -49,9 +49,9 @@ class Job:
     tokens: int | None = None
     """Tokens of one step of all ranks together."""
     micro_tokens: int | None = None
-    """Tokens of one forward and backward of a rank; None: 4096, or those of the step."""
+    """Tokens of one forward and backward of a rank; None: 4096, or all tokens of the step."""
     checkpointing: bool = False
-    """Whether each layer is computed again in backward."""
+    """True if each layer is computed again in backward."""
     loss_tokens: int | None = None
     """Most tokens whose logits exist at once; None: all of a forward."""
     flops: float | None = None
@@ -97,7 +97,7 @@ class Job:
         if self.on_gpu and not self.parameters_on_gpu:
             if self.partition == "ddp" and self.world_size > 1:
                 raise PlanError(
-                    "parameters on the host are those of FSDP2's CPUOffloadPolicy(): plan with "
+                    "FSDP2's CPUOffloadPolicy() keeps parameters on the host: plan with "
                     "fsdp or hsdp"
                 )
             if self.store.offload_gradients is not None:

@@ -88,8 +88,7 @@ def needs_of(
 ) -> list[Need]:
     """Return the needs of the fullest GPU and of a node.
 
-    The parts are those of the moment that takes most: the loss, the backward of a layer, or the
-    step.
+    Parts are counted in the moment that takes most: the loss, the backward of a layer, or the step.
 
     Args:
         job: the job.
