@@ -82,7 +82,7 @@ class Case:
     tokens: int
     host_memory: int
     title: str = "quickest"
-    """Of the plan that runs; the first plan if there is no plan of this title."""
+    """Title of the plan that runs; the first plan runs if no plan has it."""
     dtype: str = "float32"
     drives: int = 1
     capacity: int | None = None

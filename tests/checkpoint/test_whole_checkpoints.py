@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.support.originals import committed_pages, flip
 from tests.support.published import ROOT, assert_holds_toy, names_in, pages_of
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, Toy, verified
+from tierstore.checkpoint.verification import Verifier
 from tierstore.errors import StorageError
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.folder import LocalFolder
@@ -549,9 +549,17 @@ def verifying_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "tierstore-verify" in thread.name}
 
 
-def wait_until_cancelled(toy: Toy) -> None:
-    while not toy.store._verifier._cancelled:
-        time.sleep(0.001)
+@contextlib.contextmanager
+def telling_when_cancelled() -> Iterator[threading.Event]:
+    """Set the event when a verification of a store that is opened here is cancelled."""
+    cancelled, cancel = threading.Event(), Verifier.cancel
+
+    def cancel_and_tell(verifier: Verifier) -> None:
+        cancel(verifier)
+        cancelled.set()
+
+    with mock.patch.object(Verifier, "cancel", cancel_and_tell):
+        yield cancelled
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -566,9 +574,7 @@ def test_leaving_by_an_exception_stops_verification(
         if operation == "folder_read" and when == "before":
             reads.append(name)
             begun.set()
-            wait_until_cancelled(toy)
-
-    toy = Toy(FaultyStorage(open_storage(tmp_path / "run" / RANK), on_operation=watch))
+            cancelled.wait()
 
     def publish_and_raise() -> None:
         with toy.store:
@@ -576,8 +582,10 @@ def test_leaving_by_an_exception_stops_verification(
             begun.wait()
             raise error
 
-    with pytest.raises(error):
-        publish_and_raise()
+    with telling_when_cancelled() as cancelled:
+        toy = Toy(FaultyStorage(open_storage(tmp_path / "run" / RANK), on_operation=watch))
+        with pytest.raises(error):
+            publish_and_raise()
     assert len(reads) == 1
     assert len(pages_of(tmp_path / "folder/a")) > 1
     assert marked_ones(tmp_path / "folder") == set()
@@ -592,14 +600,15 @@ def leave_without_close(directory: Path) -> None:
     def watch(operation: str, name: str, when: str) -> None:
         if operation == "folder_read" and when == "before":
             begun.set()
-            wait_until_cancelled(toy)
+            cancelled.wait()
 
-    storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=watch)
-    toy = Toy(storage, commit_every=10)
-    publish_steps(toy, directory / "folder", "a")
-    begun.wait()
-    toy.step()
-    raise RuntimeError("the program failed")
+    with telling_when_cancelled() as cancelled:
+        storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=watch)
+        toy = Toy(storage, commit_every=10)
+        publish_steps(toy, directory / "folder", "a")
+        begun.wait()
+        toy.step()
+        raise RuntimeError("the program failed")
 
 
 @pytest.mark.long

@@ -370,7 +370,7 @@ def test_every_call_after_a_prefetch(call: str) -> None:
 def test_pages_are_read_in_their_order_after_a_prefetch_in_the_order_of_a_sweep(
     tmp_path: Path,
 ) -> None:
-    """Which interleaves whole and elementwise pages: early reads have all buffers."""
+    """A sweep interleaves whole and elementwise pages: early reads have all buffers."""
     tensors = {str(n): torch.nn.Parameter(torch.full((64, 16), float(n))) for n in range(8)}
     parameters = [
         tierstore.pages.PagedParameter(

@@ -276,7 +276,7 @@ def test_ranks_must_agree(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_smartctl")
 def test_other_nodes_and_other_drives_do_not_count(tmp_path: Path) -> None:
     class Job(Alone):
-        """This rank, two more of its node of which one has another drive, and another node."""
+        """This rank, two more of its node, one with another drive, and another node."""
 
         world_size = 4
 

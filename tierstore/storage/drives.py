@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_DEVICES = Path("/sys/dev/block")
-"""Where sysfs lists block devices by number."""
+"""Folder of sysfs with the block devices by number."""
 
 _SMART_UNIT_BYTES = 512_000  # NVMe counts thousands of 512 bytes.
 _SMARTCTL_SECONDS_MAX = 5
@@ -28,7 +28,7 @@ class Drive:
     """SMART wear; 100 is the rated life of the drive, and more is possible."""
     bytes_written: int | None
     unknown: str | None
-    """Why the wear is unknown."""
+    """Reason why the wear is unknown."""
 
 
 def drives_below(directory: Path) -> tuple[Drive, ...]:

@@ -1,5 +1,4 @@
-"""Settings that make a job run: they fit, none that was searched is better, and the formulas of
-the search are those of the plan."""
+"""Settings that make a job run: they fit, and the search has the same figures as a plan."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ TflopsOption = Annotated[
     float | None, typer.Option(help="TFLOP/s that a rank achieves in forward and backward.")
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="Dtype of the parameters, if not that of the config.")
+    str | None, typer.Option(help="Dtype of the parameters; by default the config says it.")
 ]
 AlgorithmOption = Annotated[
     str | None, typer.Option(help="muon, adamw, or a class of optimizers, as torch.optim.Adam.")

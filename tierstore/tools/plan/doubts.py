@@ -1,4 +1,4 @@
-"""What a plan does not know well, and how far plans were from runs."""
+"""Doubts about a plan: inputs that are not known well, and errors of earlier plans."""
 
 from __future__ import annotations
 
