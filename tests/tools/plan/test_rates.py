@@ -100,6 +100,22 @@ def test_elements_take_what_a_call_takes() -> None:
         assert rates.seconds(works, MUON) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("small_s", "numel", "expected"),
+    [
+        (3e-3, 10**9, 2e-3),  # A disturbed measurement: more elements never take less time.
+        (3e-3, 1, 2e-3),
+        (1e-6, 10**9, 2.0),  # The caches held the small one.
+        (1e-6, 1, 2e-9),
+    ],
+)
+def test_each_work_takes_time(small_s: float, numel: int, expected: float) -> None:
+    """1000 x 1000 elements took 2 ms; what 100 x 100 took does not agree with it."""
+    rates = measured(elements(100, 100, small_s), elements(1000, 1000, 2e-3))
+    works = {("adamw_elements", (1, 1, numel), "float32"): 1}
+    assert rates.seconds(works, MUON) == pytest.approx(expected)
+
+
 def test_what_was_not_measured_is_assumed_and_said() -> None:
     drives = parse_drives("2x4TB@7/5GB/s")
     rates = assumed_rates(drives, on_gpu=True, flops=1e14)

@@ -89,8 +89,10 @@ class Rates:
         if found and not flops:
             times = {_operations(one, optimizer)[1]: one.seconds.median for one in found}
             (left, low), (right, high) = min(times.items()), max(times.items())
-            slope = (high - low) / (right - left) if right > left else high / right
-            return self.cpu_ranks * max(0.0, high + slope * (nbytes - right))
+            slope = (high - low) / (right - left) if right > left else math.inf
+            # Noise and caches may give a line that makes some works free.
+            slope = min(max(0.0, slope), high / right)
+            return self.cpu_ranks * (high + slope * (nbytes - right))
         kinds = {_kind(one.shape): one for one in found}
         alike = [one for one in found if _kind(one.shape) == _kind(shape)]
         if not alike and kinds:  # A batch, or matrices of another form.
