@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.bench_runs import report_of
 
 TIMES = ("commit_s", "commit_cpu_s", "durable_s", "thread_cpu_s")
 
 
+@pytest.mark.long
 def test_small_run(tmp_path: Path) -> None:
     report, printed = report_of("commit.py", tmp_path)
     assert "Commits of 20 parameters" in printed

@@ -14,6 +14,7 @@ LIBRARIES = ("transformers", "timm", "torchvision", "diffusers")
 MISSING = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
 
 
+@pytest.mark.long
 def test_says_how_to_install_the_libraries(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     done = run_without("timm", "routing.py", report_path)

@@ -236,6 +236,7 @@ def await_it(here: Elsewhere, publication: tierstore.Publication, ending: str) -
         publication.wait()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("ending", ["close", "next", "wait"])
 @pytest.mark.parametrize(("operation", "number"), FAILURES)
 def test_a_failure_is_reported_once_to_each_caller(

@@ -260,6 +260,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Any:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("given", ["wrapped", "inner", "none"])
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))

@@ -36,6 +36,7 @@ def gathered_everywhere(world_size: int) -> int:
     return (world_size - 1) * ELEMENTS * WIRE
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("layout", ["rows", "fsdp"])
 def test_sharded(pool: RankPool, world_size: int, layout: str) -> None:

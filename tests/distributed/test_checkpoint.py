@@ -253,6 +253,7 @@ def checked_part(checkpoint: Path, rank: int) -> Reader:
     return reader
 
 
+@pytest.mark.long
 def test_ranks_share_the_work_of_verifying(published: dict[Case, Path], tmp_path: Path) -> None:
     """Each byte is read once by all of them together, and each fault found by one."""
     whole = published[CASES[0]] / "checkpoint"
@@ -381,7 +382,7 @@ def test_what_verification_finds_on_one_rank_fails_all(
     assert names_in(tmp_path / "checkpoints") == ["1"]
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("kind", "change"),
     [

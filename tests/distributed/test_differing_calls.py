@@ -56,6 +56,7 @@ def test_other_calls_are_refused_at_once_on_all_ranks_and_change_nothing(
     assert found == also == ["", 3, True]
 
 
+@pytest.mark.long
 def test_a_store_that_one_rank_opens_is_refused_and_the_next_step_works(
     pool: RankPool,
 ) -> None:

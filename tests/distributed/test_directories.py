@@ -16,6 +16,7 @@ from tests.support.resharded_runs import RESUMED, WORK, assert_run, job_of
 from tierstore.tools.inspect.verify import verify
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("disks", "finder", "lost"), [((1, 0, 2), 0, 1), ((0, 2, 1), 1, 2)])
 def test_ranks_on_the_disks_of_others(
     disks: tuple[int, ...], finder: int, lost: int, pool: RankPool, tmp_path: Path

@@ -64,7 +64,7 @@ def test_the_partition_does_not_matter(
     assert_as_one_process(of_ranks, shapes, one_process(shapes, options))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_flat_ranges_are_cut_between_blocks(ranks: int, pool: RankPool, tmp_path: Path) -> None:
     options = {"partition": "flat", **OPTIONS[1]}

@@ -44,7 +44,7 @@ def test_parameters_that_fsdp_has_on_the_host_are_stepped_on_a_gpu(
     pool.run(3, "tests.rank_programs.fsdp:train", "offloaded", tmp_path, {"step_on": "cuda"})
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("settings", ["fp32", "bf16"])
@@ -128,6 +128,7 @@ def test_gradients_that_are_missing(partition: str, pool: RankPool) -> None:
     pool.run(3, "tests.rank_programs.fsdp:missing_gradients", partition)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["ddp", "compiled"])
 def test_wrapped_models(kind: str, pool: RankPool, tmp_path: Path) -> None:
     pool.run(2, "tests.rank_programs.fsdp:wrapped", kind, tmp_path)

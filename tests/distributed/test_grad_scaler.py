@@ -13,6 +13,7 @@ from tests.rank_programs.scaling import INIT_SCALE, OVERFLOWS, STEPS
 from tests.support.rank_pool import RankPool
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_overflow_on_one_rank_skips_on_all(ranks: int, pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(ranks, "tests.rank_programs.scaling:train", tmp_path / "run")

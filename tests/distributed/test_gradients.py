@@ -11,6 +11,7 @@ from tests.support.rank_pool import RankPool
 GRADIENTS = "tests.rank_programs.gradients"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("layout", ["plain", "sharded"])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(
@@ -44,6 +45,7 @@ def test_ranks_with_other_options_are_refused(pool: RankPool) -> None:
         assert "nonfinite is raise on rank 0 and skip on rank 1" in raised
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("layout", "ranks", "named"),
     [

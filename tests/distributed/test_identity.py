@@ -151,6 +151,7 @@ def test_ranks_with_nothing(
     assert min(trained.pages for trained in of_ranks) == (0 if layout != "columns" else 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_a_gradient_that_some_ranks_lack_is_zero_there(pool: RankPool, layout: str) -> None:
     absent = (1, 3)

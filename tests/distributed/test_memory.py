@@ -38,6 +38,7 @@ def assert_right(found: list[Gathered], expected: list[torch.Tensor]) -> None:
         assert torch.equal(torch.cat([each.values[index] for each in found]), whole)
 
 
+@pytest.mark.quick(1)
 def test_gather_memory_bounds_what_a_rank_takes(
     pool: RankPool, tmp_path: Path, expected: list[torch.Tensor]
 ) -> None:

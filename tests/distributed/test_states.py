@@ -51,7 +51,7 @@ def test_saved_loaded_and_gone_on_from(
     pool.run(ranks, "tests.rank_programs.states:round_trip", case, tmp_path)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT, *STACKED])
 def test_states_of_rows_are_saved_and_loaded(
     ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path

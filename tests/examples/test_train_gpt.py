@@ -81,6 +81,7 @@ def test_another_seed_ends_in_other_bits(finished: tuple[Path, str], tmp_path: P
     assert digest(result.stdout) != digest(finished[1])
 
 
+@pytest.mark.quick(1)
 def test_starting_over_a_committed_run_is_refused(finished: tuple[Path, str]) -> None:
     directory, output = finished
     result = run(directory)

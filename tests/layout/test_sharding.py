@@ -342,6 +342,7 @@ def test_real_ranks_hold_what_is_said(placed: list[Placed]) -> None:
         assert_sound(shape, held, ranks)
 
 
+@pytest.mark.long
 def test_real_ranks_had_every_kind_of_shard(placed: list[Placed]) -> None:
     """Or the test above would show less than it seems to."""
     held = [(one, held_chunks(one.shape, one.sharding, one.coordinate)) for one in placed]

@@ -128,6 +128,7 @@ def _train_and_die(directory: str, last: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("deaths", [(2,), (4,), (1, 6), (3, 5, 7)])
 def test_killed_between_whole_steps(deaths: tuple[int, ...], tmp_path: Path) -> None:
     for last in deaths:

@@ -199,6 +199,7 @@ def test_a_commit_has_what_its_step_left(
             assert torch.equal(parameter, left[name]), name
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("commit_every", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -269,6 +270,7 @@ def test_a_parameter_that_is_freed_before_the_commit(tmp_path: Path) -> None:
         assert torch.equal(parameter, wanted)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("commit_every", [4, None])
 @pytest.mark.parametrize(
     "change",
@@ -353,6 +355,7 @@ def test_steps_alone_clear_no_remainder(tmp_path: Path) -> None:
         assert torch.equal(parameter, expected[name])
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("first", ["optimizer", "model"])
 @pytest.mark.parametrize("commit_every", [1, 2, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

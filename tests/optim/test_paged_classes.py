@@ -45,7 +45,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("case", ALL)
@@ -59,7 +59,7 @@ def test_has_the_bits_of_the_class(
         reference.require_equal(own, optimizer.state_dict()["state"])
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ALL)
 def test_killed_and_resumed(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_killed_and_resumed(case: str, dtype: torch.dtype, tmp_path: Path) -> No
         Reference(case, dtype).require_equal(own, optimizer.state_dict()["state"])
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("case", "kind"),
@@ -101,7 +101,7 @@ def test_a_square_parameter_costs_as_much_as_one_nearly_square(case: str) -> Non
     assert 0.9 * other < square < other
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", WHOLE)
 def test_two_ranks_killed_and_resumed(
@@ -124,7 +124,7 @@ def test_two_ranks_killed_and_resumed(
     pool.run(2, resumed, case, "by_parameter", dtype, tmp_path / "run", [STEPS])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("case", WHOLE)
 def test_goes_on_on_other_ranks(case: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
@@ -179,6 +179,7 @@ class Model(torch.nn.Module):
         self.parameters_ = torch.nn.ParameterDict(parameters(torch.float32, shapes_of(case)))
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("case", "steps"),
     [

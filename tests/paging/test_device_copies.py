@@ -284,6 +284,7 @@ def test_closing_in_the_middle_of_a_step(budget: dict[str, Any]) -> None:
             sweep.__exit__(None, None, None)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 def test_one_warning_for_a_parameter_that_was_changed(budget: dict[str, Any]) -> None:
     """One warning, and the masters follow the parameter as on the CPU."""

@@ -109,7 +109,7 @@ def train(
     return norms
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("clipper", [None, *CLIPPERS])
 @pytest.mark.parametrize("pace", [0, 0.3])

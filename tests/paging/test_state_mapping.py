@@ -320,6 +320,7 @@ def test_a_full_disk_with_a_mapped_state_dict_fails_the_step(tmp_path: Path) -> 
 # ---------------------------------------------------------------------------- DCP's helpers
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("published", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("flat", [False, True])

@@ -71,6 +71,7 @@ def test_wait_returns_what_was_exchanged() -> None:
         assert job.results() == [[0.0, 20.0], None, [1.0, 21.0]]
 
 
+@pytest.mark.long
 def test_a_part_of_the_world_opens_twice() -> None:
     with running(programs.open_within, 3, [1, 2], 2) as job:
         message, *inside = job.results()

@@ -32,7 +32,8 @@ from tierstore.paging.sweep import Sweep
 from tierstore.run import committer, file_names, manifest, opening, page_files, recovery
 from tierstore.run.file_names import manifest_revision
 
-SITE_SEEDS = 40
+SITE_SEEDS = 12
+"""Seeds whose schedules meet every site: the first eight do, and a missing one fails a test."""
 
 
 @dataclass(frozen=True, kw_only=True)

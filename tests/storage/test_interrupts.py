@@ -103,6 +103,7 @@ def test_an_interrupted_transfer_loses_nothing(
     storage.close()
 
 
+@pytest.mark.quick(1)
 def test_an_interrupted_opening_leaves_no_thread(new_storage: Callable[[], Storage]) -> None:
     before = set(threading.enumerate())  # Other tests may have left some.
     for calls in itertools.count(1):

@@ -195,7 +195,7 @@ def train(
 STEPS = 5
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the averages are of step")
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("commit_every", [1, 4])

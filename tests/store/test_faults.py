@@ -199,6 +199,7 @@ def test_a_damaged_manifest_falls_back_to_the_commit_before(tmp_path: Path) -> N
     check_last_commit(tmp_path / "run", tmp_path / "copy", {BEFORE - 1})
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("error", [RuntimeError("model bug"), KeyboardInterrupt()])
 @pytest.mark.parametrize("page", [0, 3, -1])
 def test_an_exception_in_mid_sweep(error: BaseException, page: int, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def train(model: nn.Module, directory: Path | None, steps: range) -> dict[int, d
     return state
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize("wrap", [compiled, checkpointed, parallel, parallel_inside])
 def test_a_run_resumes_with_or_without_a_wrapper(

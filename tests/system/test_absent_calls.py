@@ -61,6 +61,7 @@ def forbid(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(calls, "_exchange", fail)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("call", "number"), TABLE)
 def test_what_works_without_a_call_works(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

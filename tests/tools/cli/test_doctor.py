@@ -76,6 +76,7 @@ def metadata_of_another_muon(directory: Path) -> None:
     (metadata / "top_level.txt").write_text("muon\n")
 
 
+@pytest.mark.long
 def test_another_package_that_has_a_module_muon(tmp_path: Path) -> None:
     metadata_of_another_muon(tmp_path)
     code, found = findings(path_entry=tmp_path)
@@ -155,6 +156,7 @@ def test_a_path_that_cannot_be_looked_at(tmp_path: Path) -> None:
     assert f"{tmp_path}: engine " in out
 
 
+@pytest.mark.long
 def test_a_limit_of_locked_memory_within_a_namespace_of_users() -> None:
     """Root of a namespace has the capability, and the limit holds for it nevertheless."""
     namespace = ["unshare", "-Ur", "bash", "-c"]

@@ -149,6 +149,7 @@ def require_equal(own: Parameters, state_dict: dict[str, Any], case: str) -> Non
     assert contents(state_dict) == contents(optimizer.state_dict())
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", ALL)
 def test_a_file_of_the_class(case: str, tmp_path: Path) -> None:
     first = 9 if case in WHOLE else FIRST
@@ -161,6 +162,7 @@ def test_a_file_of_the_class(case: str, tmp_path: Path) -> None:
     assert contents(found) == contents(trained(case, first)[1].state_dict())
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", ALL)
 def test_a_run_of_the_class(case: str, tmp_path: Path) -> None:
     """Directly, over DCP, and over another run."""

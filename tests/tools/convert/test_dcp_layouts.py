@@ -48,6 +48,7 @@ def expected(tmp_path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
     "place",

@@ -91,6 +91,7 @@ def test_weights_are_in_safetensors(tmp_path: Path) -> None:
     assert torch.equal(tensors["model.positions"], torch.arange(9.0))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_hyperparameters_and_steps_are_carried(name: str, tmp_path: Path) -> None:
     facts = json.loads((FIXTURES / name / "facts.json").read_text())

@@ -43,6 +43,7 @@ def save_torch(model: nn.Module, states: dict[str, Any], path: Path) -> Path:
     return path
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("step", [50, torch.tensor(50), None])
 @pytest.mark.parametrize("source", ["torch", "dcp"])
 @pytest.mark.parametrize("to", ["tierstore", "dcp", "torch"])

@@ -56,6 +56,7 @@ def algorithm_of(case: str) -> tuple[str, dict[str, Any]]:
     return f"{package}.{cls.__name__}", options
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("case", [*CASES, *WHOLE])
 def test_a_run_has_what_was_planned(case: str, tmp_path: Path) -> None:
     algorithm, options = algorithm_of(case)

@@ -32,15 +32,10 @@ from tierstore.tools.cli.machine import (
     StepsOption,
     TflopsOption,
     UsedOption,
+    job_of,
     model_of,
-    node_memory,
-    number_of,
     probe_of,
     rates_of,
-    settings_of,
-    size_of,
-    used_share,
-    whole_number,
 )
 from tierstore.tools.cli.output import plain, table, write_json, write_lines
 from tierstore.tools.cli.plan_screen import (
@@ -91,28 +86,27 @@ def fit(
     Exits with 1 if none does; then the nearest machines are named on which one does.
     """
     with exit_codes(as_json):
-        from tierstore.tools.plan.drives import parse_drives
         from tierstore.tools.plan.families import sizes_of
         from tierstore.tools.plan.fit import fit_job, fits
-        from tierstore.tools.plan.job import Job
 
         gc.freeze()  # Collections would go through the objects of torch for each plan.
         measured = probe_of(probe)
-        job = Job(
+        job = job_of(
+            measured,
             nodes=nodes,
             gpus=gpus,
             cpu_ranks=cpu_ranks,
-            gpu_memory=size_of("--gpu-memory", gpu_memory),
-            host_memory=node_memory(size_of("--host-memory", host_memory), measured),
-            drives=None if drives is None else parse_drives(drives),
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            drives=drives,
             partition=partition,
-            tokens=whole_number("--tokens", tokens),
-            flops=None if tflops is None else 1e12 * number_of("--tflops", tflops),
+            tokens=tokens,
+            tflops=tflops,
             checkpoints=checkpoints,
             steps=steps,
-            endurance=number_of("--endurance", endurance) / 100,
-            wear=used_share(measured, used),
-            optimizer=settings_of(settings or []),
+            endurance=endurance,
+            used=used,
+            settings=settings,
         )
         rates = rates_of(job, measured, network, pcie)
         nvme_bytes = None if measured is None else measured.free_bytes

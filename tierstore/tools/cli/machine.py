@@ -80,6 +80,36 @@ UsedOption = Annotated[
 ]
 
 
+def job_of(
+    measured: Probe | None,
+    *,
+    gpu_memory: str | None,
+    host_memory: str | None,
+    drives: str | None,
+    tokens: str | None,
+    tflops: float | None,
+    endurance: float,
+    used: float | None,
+    settings: Sequence[str] | None,
+    **others: Any,
+) -> Job:
+    """Return a job of the values of options, and of what a probe found of the machine."""
+    from tierstore.tools.plan.drives import parse_drives
+    from tierstore.tools.plan.job import Job
+
+    return Job(
+        gpu_memory=size_of("--gpu-memory", gpu_memory),
+        host_memory=_node_memory(size_of("--host-memory", host_memory), measured),
+        drives=None if drives is None else parse_drives(drives),
+        tokens=whole_number("--tokens", tokens),
+        flops=None if tflops is None else 1e12 * number_of("--tflops", tflops),
+        endurance=number_of("--endurance", endurance) / 100,
+        wear=_used_share(measured, used),
+        optimizer=_settings_of(settings or []),
+        **others,
+    )
+
+
 def model_of(path: Path, dtype: str | None) -> Model:
     """Return the model of the first argument."""
     from tierstore.tools.plan.model_files import read_model
@@ -98,7 +128,7 @@ def probe_of(path: Path | None) -> Probe | None:
     return None if path is None else Probe.read(path)
 
 
-def node_memory(given: int | None, measured: Probe | None) -> int | None:
+def _node_memory(given: int | None, measured: Probe | None) -> int | None:
     """Return the memory of a node: what the probe found, unless the job has less."""
     from tierstore.errors import PlanError
 
@@ -127,7 +157,7 @@ def rates_of(
     }
 
 
-def settings_of(texts: Sequence[str]) -> dict[str, str]:
+def _settings_of(texts: Sequence[str]) -> dict[str, str]:
     """Return the values of --set."""
     from tierstore.errors import PlanError
 
@@ -172,7 +202,7 @@ def number_of(option: str, value: float) -> float:
     return value
 
 
-def used_share(measured: Probe | None, used: float | None) -> float:
+def _used_share(measured: Probe | None, used: float | None) -> float:
     """Return the share of the drives' rated life that is used, as given or as a probe found."""
     if used is not None:
         return number_of("--used", used) / 100

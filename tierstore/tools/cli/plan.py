@@ -32,14 +32,12 @@ from tierstore.tools.cli.machine import (
     TokensOption,
     UsedOption,
     check_outputs,
+    job_of,
     model_of,
-    node_memory,
     number_of,
     probe_of,
     rates_of,
-    settings_of,
     size_of,
-    used_share,
     whole_number,
     write_file,
 )
@@ -122,35 +120,34 @@ def plan(
         from tierstore.errors import BudgetError
         from tierstore.tools.cli.plan_screen import advice, screen
         from tierstore.tools.plan.calls import calls_of
-        from tierstore.tools.plan.drives import parse_drives
-        from tierstore.tools.plan.job import Job
         from tierstore.tools.plan.plan import plan as plan_job
         from tierstore.tools.plan.plan import to_plain
 
         check_outputs(html, emit_config)
         measured = probe_of(probe)
-        job = Job(
+        job = job_of(
+            measured,
             nodes=nodes,
             gpus=gpus,
             cpu_ranks=cpu_ranks,
-            gpu_memory=size_of("--gpu-memory", gpu_memory),
-            host_memory=node_memory(size_of("--host-memory", host_memory), measured),
-            drives=None if drives is None else parse_drives(drives),
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            drives=drives,
             partition=partition,
             expert_parallel=expert_parallel,
             parameters_on=parameters_on,
-            tokens=whole_number("--tokens", tokens),
+            tokens=tokens,
             micro_tokens=whole_number("--micro-tokens", micro_tokens),
             checkpointing=checkpointing,
             loss_tokens=whole_number("--loss-tokens", loss_tokens),
-            flops=None if tflops is None else 1e12 * number_of("--tflops", tflops),
+            tflops=tflops,
             model_s=None if model_seconds is None else number_of("--model-seconds", model_seconds),
             active_parameters=whole_number("--active-parameters", active_parameters),
             activation_bytes=size_of("--activations", activations),
             checkpoints=checkpoints,
             steps=steps,
-            endurance=number_of("--endurance", endurance) / 100,
-            wear=used_share(measured, used),
+            endurance=endurance,
+            used=used,
             store=_store(
                 store_memory,
                 device_memory,
@@ -160,7 +157,7 @@ def plan(
                 step_on=step_on,
                 offload_gradients=offload_gradients,
             ),
-            optimizer=settings_of(settings or []),
+            settings=settings,
         )
         rates = rates_of(job, measured, network, pcie)
         nvme_bytes = None if measured is None else measured.free_bytes
