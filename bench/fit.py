@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the usual name.
 import typer
+from decoder import Decoder, loss_of
 from measuring import (
     GIB,
     MIB,
@@ -49,7 +49,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import muon
 import tierstore
@@ -62,8 +61,6 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["muon", "rich.table", "tierstore.tools.plan.fit", "typer"])
 
 SEQUENCE = 1024
-HEAD = 64
-"""Width of a head of the attention."""
 GROWTH = 1.1
 """Step of the search for the smallest machine."""
 _M_MMAP_THRESHOLD = -3  # Of malloc.h.
@@ -92,8 +89,15 @@ class Case:
     steps: int = 3
     """Number of measured steps, after one that is not measured."""
 
-    def describe(self, parameters: int) -> str:
+    def model(self, device: str = "meta") -> Decoder:
+        """Return the model that the job trains."""
+        with torch.device(device):
+            model = Decoder(self.vocabulary, self.width, self.layers)
+        return model.to(getattr(torch, self.dtype))
+
+    def describe(self) -> str:
         """Return the job as text."""
+        parameters = sum(parameter.numel() for parameter in self.model().parameters())
         dtype = {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
         drives = f", drive of {format_bytes(self.capacity)}" if self.capacity else ""
         model = f"{self.algorithm.removeprefix('torch.optim.')} {parameters / 1e6:.3g}M {dtype}"
@@ -174,97 +178,6 @@ SMALL_REFUSED = (
         steps=1,
     ),
 )
-
-
-class Layer(nn.Module):
-    """Attention and SwiGLU, each after a norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        hidden = (8 * width // 3 + 63) // 64 * 64
-        self.norm, self.post_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key, self.value, self.output = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, values: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Return values of the same shape: (sequences, tokens, width)."""
-        normed = self.norm(values)
-        query, key, value = (
-            matrix(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2)
-            for matrix in (self.query, self.key, self.value)
-        )  # (sequences, heads, tokens, HEAD)
-        attended = F.scaled_dot_product_attention(
-            rotated(query, angles), rotated(key, angles), value, is_causal=True
-        )
-        values = values + self.output(attended.transpose(1, 2).flatten(2))
-        normed = self.post_norm(values)
-        result: torch.Tensor = values + self.down(F.silu(self.gate(normed)) * self.up(normed))
-        return result
-
-
-def rotated(values: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of elements by angles of shape (tokens, HEAD / 2)."""
-    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
-    first, second = values.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
-class Decoder(nn.Module):
-    """A model of Llama's kind."""
-
-    def __init__(self, case: Case, device: str = "meta") -> None:
-        super().__init__()
-        with torch.device(device):
-            self.embed = nn.Embedding(case.vocabulary, case.width)
-            self.layers = nn.ModuleList(Layer(case.width) for _ in range(case.layers))
-            self.norm = nn.RMSNorm(case.width)
-            self.lm_head = nn.Linear(case.width, case.vocabulary, bias=False)
-        self.to(getattr(torch, case.dtype))
-        self.checkpoints_layers = False
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Compute each layer again in backward."""
-        self.checkpoints_layers = True
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return what the head takes, for token numbers of shape (sequences, tokens)."""
-        frequencies = 10_000 ** (-torch.arange(0, HEAD, 2) / HEAD)
-        angles = torch.outer(torch.arange(tokens.shape[1]), frequencies)
-        values = self.embed(tokens)
-        for layer in self.layers:
-            if self.checkpoints_layers:
-                values = checkpoint(layer, values, angles, use_reentrant=False)
-            else:
-                values = layer(values, angles)
-        normed: torch.Tensor = self.norm(values)
-        return normed
-
-
-def loss_of(model: Decoder, part: torch.Tensor, logits_at_once: int | None = None) -> torch.Tensor:
-    """Return the mean loss of sequences of shape (sequences, 1 + tokens).
-
-    Args:
-        model: the model.
-        part: token numbers.
-        logits_at_once: most tokens whose logits exist at once; None: all.
-    """
-    hidden, targets = model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()
-    if logits_at_once is None:
-        return sum_of_losses(model.lm_head, hidden, targets) / len(targets)
-    losses = []
-    for start in range(0, len(targets), logits_at_once):
-        chunk = slice(start, start + logits_at_once)
-        given = model.lm_head, hidden[chunk], targets[chunk]
-        losses.append(checkpoint(sum_of_losses, *given, use_reentrant=False))
-    return torch.stack(losses).sum() / len(targets)
-
-
-def sum_of_losses(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss of some tokens."""
-    return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +294,7 @@ def run(
         **{"batches": batches(), "loss_of": loss_of},
     }
     try:
-        around["model"] = Decoder(case, "cpu")
+        around["model"] = case.model("cpu")
         exec(program, around)
         around["store"].close()
     except (MemoryError, RuntimeError, OSError, tierstore.TierstoreError) as error:
@@ -440,7 +353,7 @@ class Fitter:
         if case.capacity is not None:
             drives = f"{case.drives}x{case.capacity // 1024}KiB@1/1GB/s"
         return tierstore.fit(
-            Decoder(case),
+            case.model(),
             tokens=case.tokens,
             host_memory=case.host_memory,
             drives=drives,
@@ -466,7 +379,7 @@ class Fitter:
 
 def tflops_of(case: Case, tokens: int) -> float:
     """Return what a forward and backward achieves, at 6 operations per parameter and token."""
-    model = Decoder(case, "cpu")
+    model = case.model("cpu")
     batch = torch.randint(case.vocabulary, (tokens // SEQUENCE, SEQUENCE + 1))
     loss_of(model, batch[:1]).backward()  # type: ignore[no-untyped-call]
     began = time.perf_counter()
@@ -498,7 +411,7 @@ def compare(case: Case, fitter: Fitter, directory: Path) -> Row:
     measured_s = statistics.median(measured.step_s)
     return Row(
         case=case,
-        description=case.describe(parameters_of(Decoder(case))),
+        description=case.describe(),
         settings=settings_of(chosen),
         title=chosen.title,
         tflops=tflops,
@@ -562,7 +475,7 @@ def refuse(case: Case, fitter: Fitter, directory: Path) -> Refusal | None:
     machine = least.capacity or least.host_memory
     return Refusal(
         case=case,
-        description=case.describe(parameters_of(Decoder(case))),
+        description=case.describe(),
         least=format_bytes(machine),
         change=change,
         **dict(zip(("failure", "least_failure", "change_failure"), failures, strict=True)),
