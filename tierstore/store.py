@@ -63,14 +63,14 @@ class TierStore:
     """Keeps the state of an optimizer in page files and streams it through few buffers.
 
     Args:
-        directory: the run directory; created if absent. A list of directories on several drives:
-            pages are striped over them by the bandwidth measured when the run begins; pass all of
-            them to resume, in any order. A ``Storage`` is used as it is. None keeps all pages in
+        directory: the run directory; created if absent. Pages are striped over a list of
+            directories, on several drives, by the bandwidth measured when the run begins; resuming
+            needs all of them, in any order. A ``Storage`` is used as it is. None keeps all pages in
             memory, on the device that computes until move(), without commits.
 
     Memory:
-        host_memory: most bytes of host memory for page buffers and pages: an int, or a string such
-            as "16GiB". Memory that the buffers leave keeps as many pages as fit.
+        host_memory: most bytes of host memory for page buffers and resting pages: an int, or a
+            string such as "16GiB".
         device_memory: most bytes for pages on the GPU that steps them.
         page_bytes: about how much state one page holds; a run keeps its first value. None:
             ``host_memory / (8 + 2 * buffers)``, with 4 for ``buffers=None``, at most 256 MiB; the
@@ -84,7 +84,7 @@ class TierStore:
             ``page_bytes``.
         overwrite: delete the run in the directory and begin a new one.
         commit_every: steps from one commit to the next; a crash loses up to that many. None: one
-            slot of each page instead of two, commits on synchronize() and close() only, and a crash
+            slot of each page instead of two, and commits on synchronize() and close() only; a crash
             in between loses the run.
         engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
         endurance: bytes that may be written to one drive in its life, from its data sheet: an int,
@@ -93,8 +93,7 @@ class TierStore:
 
     Device and gradients:
         step_on: the device that steps pages: "cpu" for parameters on a GPU, or a GPU for parameters
-            in page-locked host memory, with copies of what a step needs. None: the device of the
-            parameters.
+            in page-locked host memory. None: the device of the parameters.
         offload_gradients: "backward": once pages are laid out, by restore() or the first step, each
             gradient moves during backward from the GPU to page-locked memory, which counts towards
             ``host_memory``. With several ranks, FSDP2 must shard it. ``.grad`` then supports
