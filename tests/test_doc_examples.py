@@ -91,11 +91,6 @@ def of_resume() -> Names:
     }
 
 
-def of_freezing() -> Names:
-    names, model = usual(), nn.Sequential(OrderedDict(encoder=model_of(), head=nn.Linear(256, 8)))
-    return {**names, "model": model, "store": tierstore.TierStore("around")}
-
-
 class Layers(nn.Module):
     """Of each kind that docs/guide/muon.md names."""
 
@@ -228,7 +223,9 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/planning.md": of_planning,
     "docs/guide/ranks.md": of_ranks,
     "docs/guide/ranks.md-2": of_sharding,
+    "docs/guide/resume.md": of_resume,
     "docs/guide/routing.md": of_routing,
+    "docs/guide/start-from.md": of_checkpoints,
     "docs/guide/tiers.md": of_tiers,
 }
 # Their blocks are one program.
