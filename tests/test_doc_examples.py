@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -78,25 +81,14 @@ def committed(names: Names) -> Names:
     return {**names, "file": "state.pt"}
 
 
-def of_readme() -> Names:
-    model = model_of()
-    plain = model.forward
-    model.forward = lambda batch: nn.functional.cross_entropy(plain(batch), batch)  # type: ignore[method-assign]
+def of_resume() -> Names:
+    names = usual()
     return {
-        "model": model,
-        "warmup_then_cosine": lambda step: 1.0,
+        **names,
+        "loader": {"batch": 0},
         "batches_from": lambda step: [TOKENS] * (2 - step),
+        "loss_of": lambda batch: loss_of(names["model"]),
     }
-
-
-def of_getting_started() -> Names:
-    names = with_optimizer(usual())
-    return {**names, "loss": loss_of(names["model"]), "loader": {"batch": 0}}
-
-
-def of_freezing() -> Names:
-    names, model = usual(), nn.Sequential(OrderedDict(encoder=model_of(), head=nn.Linear(256, 8)))
-    return {**names, "model": model, "store": tierstore.TierStore("around")}
 
 
 class Layers(nn.Module):
@@ -221,24 +213,25 @@ def of_encoded_states() -> Names:
 
 # Page, or page and block -> what it takes from around it.
 SETUPS: dict[str, Callable[[], Names]] = {
-    "README.md": of_readme,
     "docs/guide/checkpoints.md": of_checkpoints,
     "docs/guide/commands.md": lambda: committed(usual()),
     "docs/guide/convert.md": of_convert,
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
-    "docs/guide/getting-started.md": of_getting_started,
-    "docs/guide/getting-started.md-1": of_freezing,
     "docs/guide/muon.md": of_muon,
     "docs/guide/optimizers.md-1": of_optimizers,
     "docs/guide/optimizers.md-2": of_encoded_states,
     "docs/guide/planning.md": of_planning,
     "docs/guide/ranks.md": of_ranks,
     "docs/guide/ranks.md-2": of_sharding,
+    "docs/guide/resume.md": of_resume,
     "docs/guide/routing.md": of_routing,
+    "docs/guide/start-from.md": of_checkpoints,
     "docs/guide/tiers.md": of_tiers,
 }
 # Their blocks are one program.
-PROGRAMS = ("README.md", "docs/guide/training.md")
+PROGRAMS = ("docs/guide/training.md",)
+# Whole programs whose output is on the page: tests of their own compare it.
+PRINTED = ("README.md", "docs/guide/quickstart.md")
 
 
 def blocks_of(page: Path) -> list[str]:
@@ -252,12 +245,26 @@ def examples() -> Iterator[Any]:
         name, blocks = str(page.relative_to(ROOT)), blocks_of(page)
         if name in OF_PEERS:
             assert len(blocks) == OF_PEERS[name]
+        elif name in PRINTED:
+            assert len(blocks) == 1
         elif name in PROGRAMS:
             yield pytest.param(name, "\n".join(blocks), id=name)
         else:
             for number, block in enumerate(blocks):
                 if (name, number) != DEEPSPEED:
                     yield pytest.param(f"{name}-{number}", block, id=f"{name}-{number}")
+
+
+def outputs_of(page: str) -> list[str]:
+    """Return the blocks of a page that show what its program prints."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = [block for _, language, block in FENCE.findall(text) if not language]
+    return [block for block in blocks if "loss" in block]
+
+
+def rounded(text: str) -> str:
+    """Return the text with two decimals: the others depend on the processor."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", text)
 
 
 def run(name: str, code: str, names: Names, directory: Path) -> None:
@@ -289,3 +296,62 @@ def test_an_example_runs(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     setup = SETUPS.get(name) or SETUPS.get(re.sub(r"-\d+$", "", name), usual)
     run(name, code, setup(), tmp_path)
+
+
+def test_the_program_of_the_readme_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks_of(ROOT / "README.md")
+    for shown in outputs_of("README.md"):
+        exec(compile(program, "README.md", "exec"), {})
+        assert rounded(capsys.readouterr().out) == rounded(shown)
+
+
+class Kill(BaseException):
+    """Takes the place of a signal that would end the tests."""
+
+
+def test_the_quick_start_resumes_with_the_losses_that_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill(*_: object) -> None:
+        raise Kill
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.kill", kill)
+    (program,) = blocks_of(ROOT / "docs/guide/quickstart.md")
+    printed = []
+    for shown in outputs_of("docs/guide/quickstart.md"):
+        command, *lines = shown.splitlines()
+        monkeypatch.setattr("sys.argv", command.removeprefix("$ python ").split())
+        is_killed = lines[-1] == "Killed"
+        with pytest.raises(Kill) if is_killed else contextlib.nullcontext():
+            exec(compile(program, "train.py", "exec"), {})
+        printed.append(capsys.readouterr().out.splitlines())
+        # After a real kill the page's run begins a step earlier: its commit was in flight.
+        losses = [line for line in printed[-1] if "loss" in line]
+        assert {rounded(line) for line in losses} <= {rounded(line) for line in lines}
+    whole, killed, resumed = printed
+    assert [whole[0], killed[0], resumed[0]] == ["begins with step 1"] * 2 + ["begins with step 4"]
+    assert killed[1:] == whole[1:4]
+    assert resumed[1:] == whole[4:]
+
+
+@pytest.mark.long
+def test_the_quick_start_is_killed(tmp_path: Path) -> None:
+    (program,) = blocks_of(ROOT / "docs/guide/quickstart.md")
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+
+    def train(*arguments: str) -> tuple[int, list[str]]:
+        command = [sys.executable, "train.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines()
+
+    _, whole = train("whole")
+    killed = train("killed", "4")
+    code, (begins, *losses) = train("killed")
+    assert killed == (-signal.SIGKILL, whole[:4])
+    assert code == 0
+    assert begins in ("begins with step 3", "begins with step 4")
+    assert losses == whole[-len(losses) :]
