@@ -32,4 +32,4 @@ def test_small_run(tmp_path: Path) -> None:
     assert refused["failure"] is not None
     assert (refused["least_failure"], refused["change_failure"]) == (None, None)
     assert parse_bytes(refused["least"]) > refused["case"]["host_memory"]
-    assert refused["change"] == "32.0 GiB more host memory"
+    assert refused["change"] == "4.0 GiB more host memory"
