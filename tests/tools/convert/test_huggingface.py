@@ -235,8 +235,7 @@ def test_weights_of_fsdp_go_before_those_beside_them(
     conversion = convert(folder / "checkpoint", tmp_path / "out", to="dcp")
     assert_is_truth(tensors_in(tmp_path / "out"), folder)
     assert conversion.notes == [
-        "the weights are those of 'pytorch_model_fsdp.bin'; 'model.safetensors' beside it is not "
-        "read"
+        "weights are read from 'pytorch_model_fsdp.bin', and not from 'model.safetensors' beside it"
     ]
 
 

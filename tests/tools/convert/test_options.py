@@ -240,7 +240,7 @@ def test_a_tensor_of_two_sources_is_refused(tied: bool, source: Path, tmp_path: 
         (("--to", "dcp", "--shard-size", "1GB"), "for safetensors"),
         (("--to", "safetensors", "--shard-size", "0"), "at least 1"),
         (("--to", "torch", "--bare-keys"), "is for dcp"),
-        (("--to", "torch", "--momentum-convention", "average"), "is of no use"),
+        (("--to", "torch", "--momentum-convention", "average"), "does not apply"),
     ],
 )
 def test_options_without_a_meaning(

@@ -60,8 +60,8 @@ def test_stock_optimizers_resume_as_a_run(
     convert(tmp_path / "stock", tmp_path / "stock.pt", to="torch")
     conversion = convert(tmp_path / source, tmp_path / "run", to="tierstore")
     assert conversion.lost == [
-        "1 buffers or frozen tensors of the model are not carried, such as 'mean': a run holds "
-        "what an optimizer pages"
+        "1 buffers or frozen tensors of the model, such as 'mean': a run holds the parameters and "
+        "states of its optimizer"
     ]
     assert len(list((tmp_path / "run/rank-00000").glob("page-*"))) > 2
     ours = Ours(tmp_path / "run", resume=True)
