@@ -39,7 +39,7 @@ def llama(mlp: int) -> _Parameters:
 
 
 def qwen3_30b() -> _Parameters:
-    """Return the matrices of Qwen3-30B-A3B: 48 layers, each with 128 experts, gate and up stacked."""
+    """Return the matrices of Qwen3-30B-A3B: 48 layers of 128 experts each, gate and up stacked."""
     attention: _Parameters = [
         (shape, ()) for shape in ((4096, 2048), (512, 2048), (512, 2048), (2048, 4096))
     ]
