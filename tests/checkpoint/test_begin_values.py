@@ -137,7 +137,7 @@ def test_two_hyperparameters_of_one_key(tmp_path: Path) -> None:
     assert verify(tmp_path / "checkpoint").good
 
 
-def test_scalars_are_those_of_the_commit(tmp_path: Path) -> None:
+def test_scalars_come_from_the_commit(tmp_path: Path) -> None:
     """They are not rounded to float32, as for stock readers."""
     count = float(2**24 + 1)
     toy = Toy(tmp_path / "origin")

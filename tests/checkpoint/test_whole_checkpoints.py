@@ -318,7 +318,7 @@ def moved_and_linked(path: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [shutil.rmtree, moved, moved_and_linked])
-def test_a_checkpoint_that_is_moved_meanwhile_is_no_damage(
+def test_a_checkpoint_that_is_moved_meanwhile_is_not_damage(
     act: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"

@@ -73,7 +73,7 @@ def test_gradients_that_are_reduced_in_the_last_backward(
     assert [len(found) for found in program(3, 0.5, tmp_path, False)] == [2, 2]
 
 
-def test_nested_groups_are_no_reason_for_a_warning(pool: RankPool, tmp_path: Path) -> None:
+def test_nested_groups_cause_no_warning(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, "tests.rank_programs.fsdp:nested", tmp_path) == [[], []]
 
 

@@ -54,7 +54,7 @@ def test_a_run_that_was_closed_goes_on(
     assert_as_one_process(rest, SHAPES, expected)
 
 
-def test_the_dtype_of_newton_schulz_is_that_of_the_run(pool: RankPool, tmp_path: Path) -> None:
+def test_the_dtype_of_newton_schulz_comes_from_the_run(pool: RankPool, tmp_path: Path) -> None:
     options = {"ns_dtype": torch.float32}
     case = Case(layout="rows", directory=tmp_path / "run", store={"page_bytes": 6000})
     pool.run(2, WORK, replace(case, last=4, options=options))

@@ -365,7 +365,7 @@ def test_values_that_a_loaded_group_lacks_stay(case: StockCase) -> None:
     assert_steps_on(twins)
 
 
-def test_defaults_are_those_of_muon_groups(adamw: StockCase) -> None:
+def test_defaults_come_from_muon_groups(adamw: StockCase) -> None:
     """A later AdamW group has the defaults of torch.optim.AdamW, not those of the optimizer."""
     optimizer = adamw.ours(two())
     optimizer.defaults["lr"] = 0.5

@@ -181,7 +181,7 @@ def test_a_max_momentum_of_1_cannot_be_stepped_by_adamw(
         )
 
 
-def test_a_max_momentum_of_1_is_that_of_torch_for_muon() -> None:
+def test_a_max_momentum_of_1_equals_torch_for_muon() -> None:
     twins = Twins()
     schedulers = [
         lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, max_momentum=1.0)

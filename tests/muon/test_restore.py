@@ -112,7 +112,7 @@ class _Eager(lr_scheduler.LinearLR):
         self.optimizer.param_groups[0]["lr"] = 7.0
 
 
-def test_the_committed_lr_prevails_over_that_of_a_scheduler(tmp_path: Path) -> None:
+def test_the_committed_lr_prevails_over_a_scheduler(tmp_path: Path) -> None:
     lr = make_run(tmp_path)
     store, optimizer, _ = open_run(tmp_path)
     with store:

@@ -115,7 +115,7 @@ def train(
 @pytest.mark.parametrize("pace", [0, 0.3])
 @pytest.mark.parametrize("in_directory", [True, False])
 @pytest.mark.parametrize("step_on", [None, "cpu"])
-def test_results_are_those_of_gradients_that_stay(
+def test_results_equal_gradients_that_stay(
     step_on: str | None,
     in_directory: bool,
     pace: float,
@@ -430,7 +430,7 @@ def test_all_else_is_refused_and_changes_nothing(use: Callable[[torch.Tensor], o
 
 
 @pytest.mark.usefixtures("_on_gpu")
-def test_a_number_that_left_is_no_factor() -> None:
+def test_a_number_that_left_is_not_a_factor() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with tierstore.TierStore(None, offload_gradients="backward") as store:
         optimizer = muon.Muon(

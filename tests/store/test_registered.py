@@ -67,7 +67,7 @@ def crash(toy: Toy) -> None:
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("call", ["close", "synchronize", "checkpoint"])
-def test_states_are_those_of_commit_or_of_the_call_that_commits(
+def test_states_come_from_commit_or_the_call_that_commits(
     call: str, asks: bool, commit_every: int | None, tmp_path: Path
 ) -> None:
     toy, loader = opened(tmp_path / "run", commit_every=commit_every)

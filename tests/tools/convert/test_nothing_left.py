@@ -236,7 +236,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
-def test_the_error_of_a_write_is_that_of_the_conversion(to: str, tmp_path: Path) -> None:
+def test_the_error_of_a_write_ends_the_conversion(to: str, tmp_path: Path) -> None:
     """The limit is met far behind the first piece, while further ones are read."""
     torch.save({str(number): torch.randn(2**20) for number in range(24)}, tmp_path / "in.pt")
     with no_trace(tmp_path), files_of_at_most(50 * 2**20), pytest.raises(StorageError) as caught:

@@ -105,7 +105,7 @@ def test_weights_begin_a_run(
     resumed.store.close()
 
 
-def test_weights_alone_are_no_run(tmp_path: Path) -> None:
+def test_weights_alone_are_not_a_run(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "in.safetensors")
     arguments = ("convert", tmp_path / "in.safetensors", tmp_path / "run", "--to", "tierstore")
     with no_trace(tmp_path):

@@ -172,7 +172,7 @@ def test_momentum_with_the_dtype_of_each_parameter(tmp_path: Path) -> None:
         assert_equal(store.pages.read_states(), expected)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_source_without_weights_or_optimizer_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "weights.pt")
     weight = nn.Parameter(torch.randn(5, 4))
     optimizer = torch.optim.AdamW([("w", weight)])

@@ -70,7 +70,7 @@ def test_every_tensor_is_in_other_formats(name: str, to: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_update_is_that_of_the_source(name: str, tmp_path: Path) -> None:
+def test_the_next_update_equals_the_source(name: str, tmp_path: Path) -> None:
     converted(FIXTURES / name, tmp_path / "out", "dcp", names=False)
     assert max(differences(tmp_path / "out", FIXTURES / name)["adamw"].values()) < 1e-5
     without = differences(tmp_path / "out", FIXTURES / name, momentum=False)

@@ -87,7 +87,7 @@ def test_everything_is_carried(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_update_is_that_of_deepspeed(name: str, tmp_path: Path) -> None:
+def test_the_next_update_equals_deepspeed(name: str, tmp_path: Path) -> None:
     to_dcp(FIXTURES / "universal" / name, tmp_path / "out")
     assert max(differences(tmp_path / "out", ORIGINALS / name)["adamw"].values()) < 1e-5
     without = differences(tmp_path / "out", ORIGINALS / name, momentum=False)

@@ -51,7 +51,7 @@ def test_the_total_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_parameters_are_those_of_transformers(name: str) -> None:
+def test_parameters_equal_transformers(name: str) -> None:
     """Names, shapes, dtypes and order; the listings were written by transformers."""
     expected = model_from_listing((LISTINGS / f"{name}.json").read_text())
     assert parameters_of(SMALL[name]).parameters == expected.parameters
@@ -65,7 +65,7 @@ def test_every_layer_is_numbered() -> None:
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_the_dtype_is_that_of_the_config(key: str, dtype: str) -> None:
+def test_the_dtype_comes_from_the_config(key: str, dtype: str) -> None:
     config = {**config_of("gpt2-124m"), key: dtype}
     assert {str(p.dtype) for p in parameters_of(config).parameters} == {f"torch.{dtype}"}
 

@@ -98,7 +98,7 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "folder").mkdir()
