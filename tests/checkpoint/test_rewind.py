@@ -396,7 +396,7 @@ def test_one_slot_of_each_page(tmp_path: Path) -> None:
     assert toy.store.restore(checkpoint, rewind=True) == 2
     toy.step()
     toy.store.close()
-    # A dirty mark names the epoch, too.
+    # A dirty mark also names the epoch.
     toy = resumed(tmp_path / "run", 3, commit_every=None)
     toy.step()
     toy.store.synchronize()

@@ -33,7 +33,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def test_fsdp_gets_what_one_process_gets_of_its_gradients(
     settings: str, store: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    """Parameters of which some ranks have no rows; clipped and accumulated gradients."""
+    """Some ranks have no rows of a parameter; clipped and accumulated gradients."""
     pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
 
 

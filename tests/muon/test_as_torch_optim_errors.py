@@ -1,4 +1,4 @@
-"""Refusals of torch.optim, and those of Muon alone: docs/reference/torch-optim.md."""
+"""Refusals of torch.optim, and refusals of Muon alone: docs/reference/torch-optim.md."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_values_that_a_loaded_group_lacks_stay(case: StockCase) -> None:
 
 
 def test_defaults_come_from_muon_groups(adamw: StockCase) -> None:
-    """A later AdamW group has the defaults of torch.optim.AdamW, not those of the optimizer."""
+    """A later AdamW group has the defaults of torch.optim.AdamW, not of the optimizer."""
     optimizer = adamw.ours(two())
     optimizer.defaults["lr"] = 0.5
     optimizer.add_param_group(adamw.group([parameter(3, 2, 2)]))

@@ -120,7 +120,7 @@ def test_a_state_dict_has_the_cycled_betas() -> None:
 
 
 def test_a_muon_group_with_the_keys_of_a_scheduler_that_cycles_betas_is_refused() -> None:
-    """OneCycleLR, made when there are AdamW groups alone, sets the betas of later groups, too."""
+    """OneCycleLR, made when there are AdamW groups alone, also sets the betas of later groups."""
     vector, matrix = parameter(1, [4]), parameter()
     optimizer = muon.Muon([{"params": [vector], "algorithm": "adamw"}])
     one_cycle(optimizer)

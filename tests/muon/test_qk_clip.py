@@ -18,7 +18,7 @@ LAYERS = ["own", "groups", "one", "latent", "fused"]
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[Model, torch.Tensor]:
-    """Return a model, and inputs of which its logits are large."""
+    """Return a model, and inputs that make its logits large."""
     torch.manual_seed(0)
     return Model().to(dtype), torch.randn(7, WIDTH).to(dtype) * 5
 

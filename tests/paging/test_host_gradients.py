@@ -296,7 +296,7 @@ def test_sums_in_float32(step_on: str | None, tmp_path: Path) -> None:
 
 
 def test_gradients_that_were_assigned_are_stepped(tmp_path: Path) -> None:
-    """And those of the first step, before pages are laid out."""
+    """And gradients of the first step, before pages are laid out."""
     with fake_cuda():
         store = tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, **LEAVES)
         parameters = training.make_parameters(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Parameters from configs are those of the models that transformers makes on the meta device."""
+"""Parameters from configs equal the models that transformers makes on the meta device."""
 
 from __future__ import annotations
 

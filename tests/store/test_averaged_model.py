@@ -1,4 +1,4 @@
-"""Averages of weights: those of torch.optim.swa_utils, at their steps alone, also after a kill."""
+"""Averages of weights equal torch.optim.swa_utils, at their steps alone, also after a kill."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_buffers_come_from_the_model(tmp_path: Path) -> None:
 
 
 def test_restored_averages_have_the_buffers_of_the_model(tmp_path: Path) -> None:
-    """Not those of the copy that the program has just made, until the next update."""
+    """Not of the copy that the program has just made, until the next update."""
     model = nn.Sequential(nn.Linear(33, 5), nn.BatchNorm1d(5))
     for restart in (False, True):
         averaged_copy = copy.deepcopy(model)

@@ -272,7 +272,7 @@ def test_a_class_of_another_package(elementwise: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["RMSprop-centered", "SGD-momentum"])
 def test_a_run_in_bfloat16(case: str, tmp_path: Path) -> None:
-    """Its pages are those of Paged, and no page is of Muon."""
+    """Its pages are pages of Paged, and no page is of Muon."""
     write_run(case, tmp_path / "in", dtype=torch.bfloat16)
     convert(tmp_path / "in", tmp_path / "in.pt", to="torch")
     convert(tmp_path / "in.pt", tmp_path / "again", to="tierstore")

@@ -322,7 +322,7 @@ def test_a_convention_without_momentum_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_training_goes_on_in_muon(name: str, tmp_path: Path) -> None:
-    """Our optimizer takes the state dict, and its next moments include those of the source."""
+    """Our optimizer takes the state dict, and its next moments include the source's moments."""
     write(SOURCES[name].make, tmp_path / "in.pt")
     convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
     model = make_model()

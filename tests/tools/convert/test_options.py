@@ -114,7 +114,7 @@ def test_a_module_of_the_name_module_keeps_it(to: str, tmp_path: Path) -> None:
 
 
 def test_parts_by_pattern_become_the_whole_again(tmp_path: Path) -> None:
-    """With the dtypes of the model, where they are not those of masters."""
+    """With the dtypes of the model where they differ from masters."""
     names = ["a.w", "b.w"]
     ours = {"step": 3, "extra": "null", "dtypes": dict.fromkeys(names, torch.bfloat16)}
     states = {name: {"exp_avg": torch.ones(2), "step": 3.0} for name in names}

@@ -1,4 +1,4 @@
-"""Parameters from configs: those of transformers, with published totals; all else is refused."""
+"""Parameters from configs equal transformers and published totals; all else is refused."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_wrong_value_is_refused_by_name(config: Mapping[str, Any], message: st
 
 
 def test_queries_of_deepseek_are_either_plain_or_not() -> None:
-    """Transformers takes a missing size for that of one model, and null for plain queries."""
+    """Transformers takes a missing size from one model, and null for plain queries."""
     config = config_of("deepseek-v3")
     del config["q_lora_rank"]
     with pytest.raises(PlanError, match="'q_lora_rank' is missing"):
