@@ -316,7 +316,7 @@ def test_a_convention_that_contradicts_the_files_is_refused(
 
 def test_a_convention_without_momentum_is_refused(tmp_path: Path) -> None:
     torch.save(make_model().state_dict(), tmp_path / "in.pt")
-    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="of no use"):
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="does not apply"):
         convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", momentum_convention="average")
 
 

@@ -55,9 +55,9 @@ def test_values_in_many_places_at_once(tmp_path: Path) -> None:
     nested: Any = [1]
     for _ in range(40):
         nested = [nested, nested]
-    refused({"w": torch.ones(2), "x": nested}, tmp_path, "in very many places at once")
+    refused({"w": torch.ones(2), "x": nested}, tmp_path, "shared too often")
     group = {"params": [0], "x": nested}
-    refused({"param_groups": [group], "state": {}}, tmp_path, "in very many places at once")
+    refused({"param_groups": [group], "state": {}}, tmp_path, "shared too often")
     nested.append(nested)
     refused({"w": torch.ones(2), "x": nested}, tmp_path, "a reference cycle")
 
