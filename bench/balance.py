@@ -39,7 +39,7 @@ def llama(mlp: int) -> _Parameters:
 
 
 def qwen3_30b() -> _Parameters:
-    """Return those of Qwen3-30B-A3B: 48 layers with 128 experts each, gate and up in one stack."""
+    """Return the matrices of Qwen3-30B-A3B: 48 layers of 128 experts each, gate and up stacked."""
     attention: _Parameters = [
         (shape, ()) for shape in ((4096, 2048), (512, 2048), (512, 2048), (2048, 4096))
     ]
@@ -49,7 +49,7 @@ def qwen3_30b() -> _Parameters:
 
 
 def deepseek_v3() -> _Parameters:
-    """Return those of DeepSeek-V3: 61 layers, of which 58 have 256 experts and a shared one."""
+    """Return the matrices of DeepSeek-V3: 61 layers, 58 with 256 experts and a shared one."""
     latent = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
     attention: _Parameters = [(shape, ()) for shape in latent]
     gate_up: Declaration = (*STACK, ("split", 1, (2048, 2048)))

@@ -88,7 +88,7 @@ class Row:
     cpu_s: float
     """Processor time of all threads of this process."""
     ratio_median: float
-    """Seconds over those of the first case in the same round."""
+    """Seconds over the seconds of the first case in the same round."""
     ratio_min: float
     ratio_max: float
 

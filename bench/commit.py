@@ -2,7 +2,7 @@
 
 A turn is a step, commit(), and a wait until the commit is durable. Every case has the same
 parameters, gradients and hyperparameters; cases take turns. The last case runs on two ranks, which
-hold the whole model each; its times are those of rank 0.
+hold the whole model each; its times are measured on rank 0.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Row:
     peak_bytes: float
     written_bytes: int
     ratios: tuple[float, ...]
-    """Seconds over those of the copy in the same round: extremes, quartiles and median."""
+    """Seconds over the seconds of the copy in the same round: extremes, quartiles, median."""
 
 
 def model_of(plan: Plan) -> nn.Module:

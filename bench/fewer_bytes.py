@@ -1,4 +1,4 @@
-"""Training with states in fewer bytes: validation losses beside those of full states.
+"""Training with states in fewer bytes: validation losses beside full states.
 
 A byte-level GPT with bfloat16 parameters is trained on the source of Python's standard library,
 with Muon for its hidden matrices and AdamW for the rest, for each form of the states and each seed.
@@ -129,7 +129,7 @@ def train(plan: Plan, form: str, seed: int) -> Run:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """Return form -> its last loss less that of full states, for each seed."""
+    """Return form -> difference of its last loss to full states, for each seed."""
     full = {run.seed: run.last for run in runs if run.form == "full"}
     found: dict[str, list[float]] = {}
     for run in runs:
@@ -155,7 +155,7 @@ def report(runs: Sequence[Run], plan: Plan) -> Table:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """Draw the validation losses of each form, less those of full states, over all seeds."""
+    """Draw the validation losses of each form, and their differences to full states."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -177,7 +177,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     above.set(ylabel="validation loss, nats per byte", yscale="log")
     above.yaxis.set_minor_formatter("{x:g}")  # Not as powers of ten.
     above.legend()
-    below.set(xlabel="step", ylabel="less that of full states")
+    below.set(xlabel="step", ylabel="difference to full states")
     figure.savefig(path)
 
 

@@ -138,7 +138,7 @@ class Mapped(Contender):
 
     @override
     def synchronize(self) -> None:
-        for path, _ in self._mapped:  # Makes the changes of the mapping durable, too.
+        for path, _ in self._mapped:  # Also makes the changes of the mapping durable.
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)

@@ -70,10 +70,10 @@ class Row:
     products_s: float
     """Median of the products alone."""
     usual_of_products: tuple[float, ...]
-    """Rate of the usual iteration over that of the products."""
+    """Rate of the usual iteration over the rate of the products."""
     ours_of_products: tuple[float, ...]
     ratio: tuple[float, ...]
-    """Time of ours over that of the usual iteration."""
+    """Time of ours over the time of the usual iteration."""
     gram_ratio: tuple[float, ...]
     """Time of ours with ns_method="gram" over the time of the usual iteration."""
     usual_error: float

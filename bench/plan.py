@@ -95,7 +95,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Number of steps after the first cycle, of which the first cycle is not timed."""
+        """Number of steps after the first cycle. The first cycle of these is not timed."""
         return (1 + self.cycles) * self.cycle
 
     @property

@@ -116,11 +116,11 @@ class Row:
     gb_per_s: float
     """Memory that the kernel reads and writes."""
     ratio: tuple[float, ...]
-    """Time of the kernel over that of the operations."""
+    """Time of the kernel over the time of the operations."""
     again: tuple[float, ...]
-    """Time of a second turn of the operations over that of the first."""
+    """Time of a second turn of the operations over the time of the first."""
     optim_ns: float | None
-    """Nanoseconds per element with ``torch.optim.AdamW``, for AdamW alone, as all that follow."""
+    """Nanoseconds per element with ``torch.optim.AdamW``, for AdamW alone, as all figures below."""
     fused_ns: float | None
     """With ``torch.optim.AdamW(fused=True)``."""
     fused_ratio: tuple[float, ...] | None

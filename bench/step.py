@@ -118,7 +118,7 @@ class Row:
     drain_s: float
     commit_s: float
     ratio: tuple[float, ...]
-    """Time over that of the bound in the same round: extremes and quartiles."""
+    """Time over the time of the bound in the same round: extremes and quartiles."""
     read_bytes: float
     """Bytes of pages read in a step."""
     written_bytes: float

@@ -2,7 +2,7 @@
 
 A byte-level GPT is trained on the source of Python's standard library, with one learning rate for
 its hidden matrices and one for all other parameters, which AdamW steps in both cases. Muon scales
-its updates to those of AdamW (``match_rms_adamw``), so both have the same grid of pairs of rates,
+its updates to AdamW's size (``match_rms_adamw``), so both have the same grid of pairs of rates,
 and the same schedule, weight decay, initial parameters and batches. Each pair of the grid is
 trained once; the best of each optimizer is trained with more seeds. Losses do not depend on other
 work on the machine.

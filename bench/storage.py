@@ -109,7 +109,7 @@ class Row:
     fio_mib_per_s: float | None
     fio_cpu_s_per_gib: float | None
     ratio: tuple[float, ...] | None
-    """Speed over that of fio in the same round: extremes and quartiles."""
+    """Speed over the speed of fio in the same round: extremes and quartiles."""
     fio_ratio: tuple[float, ...] | None
     """Speed of fio's second run over its first."""
 

@@ -212,7 +212,7 @@ class Growth:
     pages: int
     mib_per_s: float
     ratio: tuple[float, ...]
-    """Speed over that of the smallest state in the same round: quartiles and extremes."""
+    """Speed over the speed of the smallest state in the same round: quartiles and extremes."""
     peak_bytes: int
     """Peak anonymous memory of the process, without the parameters."""
     start_s: float

@@ -173,7 +173,7 @@ class Row:
     mib_per_s: float
     cpu_s_per_gib: float
     ratio: tuple[float, ...]
-    """Time taken over that of the first way in the same round: extremes and quartiles."""
+    """Time over the time of the first way in the same round: extremes and quartiles."""
 
 
 def open_ways(directory: Path, nbytes: int) -> tuple[dict[str, Way], list[str]]:

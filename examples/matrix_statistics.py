@@ -23,8 +23,8 @@ class MatrixStatistics(muon.UpdateHook):
 
     stable_rank: ||X||_F^2 / s^2 of the input X of Newton-Schulz, with an estimate s of its largest
     singular value: at least the stable rank, and at most 1.6 times as much. NaN for zeros.
-    update_ratio: Frobenius norm of the update, times its learning rate, over that of the weights
-    before it.
+    update_ratio: Frobenius norm of the update, times its learning rate, over the norm of the
+    weights before it.
     dead_rows: share of the outputs whose row of X has a norm below a thousandth of the root mean
     square of all rows: no gradient reaches them.
 

@@ -40,7 +40,7 @@ CONTEXT = 128
 
 
 class Windows(torch.utils.data.IterableDataset[Any]):
-    """Windows of the text in a random order: those of one rank, with the position as its state."""
+    """Windows of the text for one rank, in a random order, with the position as their state."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.text, _ = standard_library_text()

@@ -21,7 +21,7 @@ pytest.register_assert_rewrite(
     "tests.rank_programs.collective_order",
 )
 
-# `make test` draws fewer examples than `make test-all`. There are no deadlines, because other
+# `make test` draws fewer examples than `make test-all`. Deadlines are off, because other
 # programs on the machine may take its time.
 hypothesis.settings.register_profile("full", deadline=None)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)

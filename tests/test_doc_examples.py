@@ -274,9 +274,9 @@ def run(name: str, code: str, names: Names, directory: Path) -> None:
         name: of the example.
         code: of the example.
         names: what it takes from around it.
-        directory: the working directory, where absolute paths lie, too.
+        directory: the working directory; absolute paths are also below it.
     """
-    # Steps of the examples are those of a long run; these runs have two.
+    # Examples have the steps of a long run; these runs have two.
     code = re.sub(r"\b1[02]00\b", "2", code)
     code = re.sub(r'"/(?=nvme|mnt|archive)', f'"{directory}/', code)
     with contextlib.ExitStack() as stack:

@@ -120,7 +120,7 @@ def test_calls_at_once_end_before_the_first_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize("started", [0, 1, 2])
-def test_threads_of_which_the_system_refuses_one(
+def test_the_system_refuses_one_of_some_threads(
     started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, begun = threading.Thread.start, []

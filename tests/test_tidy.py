@@ -62,7 +62,7 @@ def complaints_by_file(
 
 
 def module_name(path: Path) -> str:
-    """Return the dotted name of a file; a package's is that of its ``__init__.py``."""
+    """Return the dotted name of a file; a package has the name of its ``__init__.py``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

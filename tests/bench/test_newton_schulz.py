@@ -33,6 +33,6 @@ def test_small_run(tmp_path: Path) -> None:
         assert f"{row['shape'][0]} x {row['shape'][1]}" in done.stdout
     steps = report["steps"]
     assert [(step["shape"], step["count"]) for step in steps] == [([32, 32], 2), ([64, 32], 1)]
-    # The ratio of all lies between those of the shapes, in each round.
+    # The ratio of all lies between the ratios of the shapes, in each round.
     assert min(s["ratio"][0] for s in steps) <= report["step_ratio"][2]
     assert report["step_ratio"][2] <= max(s["ratio"][-1] for s in steps)

@@ -215,7 +215,7 @@ def test_masters_of_a_bf16_model_come_from_an_fp32_one(tmp_path: Path) -> None:
 
 
 def test_model_with_everything_in_module(tmp_path: Path) -> None:
-    """Its names begin like those of a wrapped model."""
+    """Its names begin like the names of a wrapped model."""
     models = [nn.Module() for _ in range(2)]
     for model in models:
         model.module = Layers()

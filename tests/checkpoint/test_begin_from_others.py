@@ -86,7 +86,7 @@ def test_groups_that_are_cut_otherwise_are_refused(source: str, cut: Any, tmp_pa
 
 @pytest.mark.parametrize("what", ["weight", "moment"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
-def test_codes_are_no_numbers(what: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_codes_are_not_numbers(what: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = small_net()
     optimizer = stock_adamw(model)
     train(model, optimizer, range(2))
@@ -358,7 +358,7 @@ def test_tensors_beside_a_model(further: dict[str, Any], tmp_path: Path) -> None
     optimizer.store.close()
 
 
-def test_a_key_of_the_program_is_no_evidence(tmp_path: Path) -> None:
+def test_a_key_of_the_program_is_not_evidence(tmp_path: Path) -> None:
     model = small_net()
     stock = stock_adamw(model)
     train(model, stock, range(2))

@@ -99,7 +99,7 @@ def test_hyperparameters_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_numpy_computes(tmp_path: Path) -> None:
-    """Its learning rates are scalars of numpy; stock readers get those of Python."""
+    """Its learning rates are scalars of numpy; stock readers get scalars of Python."""
     ours = Ours(tmp_path / "run")
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         ours.optimizer, lambda step: 0.5 * (1 + np.cos(step / 10))
@@ -137,7 +137,7 @@ def test_two_hyperparameters_of_one_key(tmp_path: Path) -> None:
     assert verify(tmp_path / "checkpoint").good
 
 
-def test_scalars_are_those_of_the_commit(tmp_path: Path) -> None:
+def test_scalars_come_from_the_commit(tmp_path: Path) -> None:
     """They are not rounded to float32, as for stock readers."""
     count = float(2**24 + 1)
     toy = Toy(tmp_path / "origin")
@@ -203,7 +203,7 @@ def step_of_ones(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("source", ["published", "stock", "flat"])
 def test_parameters_below_names_like_numbers(source: str, tmp_path: Path) -> None:
-    """The keys of "1.weight" begin like those of group 1, whose first parameter is "0"."""
+    """The keys of "1.weight" begin like the keys of group 1, whose first parameter is "0"."""
     model = Numbered()
     if source == "published":
         ours = Ours(tmp_path / "origin", model=model)

@@ -115,7 +115,7 @@ def test_a_copy_that_fails_leaves_no_links(fault: Fault, two: list[Path], tmp_pa
     assert names_in(tmp_path / "checkpoints") == []
     faulty.disarm()
     run.step()
-    with pytest.raises(tierstore.StorageError):  # Told to the next call, too.
+    with pytest.raises(tierstore.StorageError):  # Also raised by the next call.
         run.store.checkpoint(tmp_path / "checkpoints" / "2")
     run.store.checkpoint(tmp_path / "checkpoints" / "2").wait()
     run.store.close()

@@ -97,7 +97,7 @@ def test_any_operation_may_fail(
 ) -> None:
     """After the checkpoint is published, only the removal of the one before can fail.
 
-    A mark that cannot be read does not count, and is no error. A checkpoint whose folder cannot
+    A mark that cannot be read does not count, and is not an error. A checkpoint whose folder cannot
     be opened for the verification is not marked as whole.
     """
     published = operations.index(("folder_rename", 1)) + 1
@@ -136,7 +136,7 @@ def test_any_operation_may_fail(
 
 @pytest.mark.parametrize("operation", ["folder_unlink", "folder_remove"])
 def test_leftovers_of_a_failed_removal_are_removed_later(operation: str, tmp_path: Path) -> None:
-    """The error is that of the operation that failed first."""
+    """The operation that failed first raises the error."""
     watched = Watched(tmp_path)
     store = watched.toy.store
     watched.storage.arm(Fault("error", "folder_sync", call=1, errno=errno.ENOSPC))

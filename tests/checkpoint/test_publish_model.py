@@ -53,7 +53,7 @@ class Trained:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_a_name_that_ends_like_a_wrapper(given: bool, tmp_path: Path) -> None:
-    """The last part of a name is not that of a module."""
+    """The last part of a name is not a module."""
     modules = {"my_orig_mod": nn.Linear(3, 2), "_orig_model": nn.Linear(2, 2)}
     inner = nn.Module()
     inner.register_parameter("_orig_mod", nn.Parameter(torch.ones(4)))

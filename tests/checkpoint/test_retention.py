@@ -28,7 +28,7 @@ def publish_steps(toy: Toy, folder: Path, *names: str, keep_last: int | None = N
 
 @pytest.mark.parametrize(("keep_last", "count"), [(1, 2), (2, 2), (3, 3), (None, 4)])
 def test_the_newest_are_kept(keep_last: int | None, count: int, tmp_path: Path) -> None:
-    """With keep_last=1 the one before, too: the last one was not read yet."""
+    """keep_last=1 also keeps the one before: the last one was not read yet."""
     toy = Toy(tmp_path / "run")
     # By step, not by name.
     names = ["d", "a", "c", "b"]

@@ -148,7 +148,7 @@ def test_commits_of_before_never_win(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_hyperparameters_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_hyperparameters_come_from_the_checkpoint(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.checkpoint(tmp_path / "step-1")
@@ -164,7 +164,7 @@ def test_hyperparameters_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_scalars_are_those_of_the_checkpoint(opened: bool, tmp_path: Path) -> None:
+def test_scalars_come_from_the_checkpoint(opened: bool, tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     for step in (1, 2):
         toy.step()
@@ -396,7 +396,7 @@ def test_one_slot_of_each_page(tmp_path: Path) -> None:
     assert toy.store.restore(checkpoint, rewind=True) == 2
     toy.step()
     toy.store.close()
-    # A dirty mark names the epoch, too.
+    # A dirty mark also names the epoch.
     toy = resumed(tmp_path / "run", 3, commit_every=None)
     toy.step()
     toy.store.synchronize()
@@ -408,7 +408,7 @@ def test_one_slot_of_each_page(tmp_path: Path) -> None:
     resumed(tmp_path / "run", 5).store.close()
 
 
-def test_steps_of_which_none_is_committed(tmp_path: Path) -> None:
+def test_steps_that_are_not_committed(tmp_path: Path) -> None:
     checkpoint = published_toy(tmp_path)
     toy = Toy(tmp_path / "run", commit_every=10)
     toy.step()

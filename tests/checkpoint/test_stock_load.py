@@ -265,7 +265,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("given", ["wrapped", "inner", "none"])
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))
 def test_wrappers(wrapper: str, given: str, tmp_path: Path) -> None:
-    """The names are those of torch's own helpers, whatever wraps the model."""
+    """The names equal the names of torch's own helpers, whatever wraps the model."""
     inner = make_model("layers", seed=0)
     wrapped = WRAPPERS[wrapper](inner)
     ours = trained_ones(wrapped, tmp_path)

@@ -318,7 +318,7 @@ def moved_and_linked(path: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [shutil.rmtree, moved, moved_and_linked])
-def test_a_checkpoint_that_is_moved_meanwhile_is_no_damage(
+def test_a_checkpoint_that_is_moved_meanwhile_is_not_damage(
     act: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"
@@ -429,7 +429,7 @@ def test_damage_in_a_file_that_the_run_does_not_have_leaves_the_run_alone(
         assert f"{folder}/b/{name}" in caplog.text
         publish_steps(toy, folder, "c", keep_last=1)
         toy.store.close()
-    # Without its tierstore.json it is no checkpoint that the run knows.
+    # The run does not know a checkpoint without its tierstore.json.
     assert names_in(folder) == (["a", "b", "c"] if name == "tierstore.json" else ["a", "c"])
     assert marked_ones(folder) == whole_ones(folder) == {"a", "c"}
 

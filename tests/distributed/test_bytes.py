@@ -56,8 +56,8 @@ def test_replicated_by_parameter(pool: RankPool, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "away"),
-    # Elements that their matrix's owner lacks. On 2 ranks the sixth matrix is cut in halves; on
-    # 4 it is, too, and a quarter of the third and of the ninth lies on the other rank.
+    # Elements that their matrix's owner lacks. On 2 and on 4 ranks the sixth matrix is cut
+    # in halves; on 4, a quarter of the third and of the ninth lies on the other rank.
     [(2, MATRIX // 2), (4, MATRIX // 4 + MATRIX // 2 + MATRIX // 4)],
 )
 def test_flat(pool: RankPool, world_size: int, away: int) -> None:

@@ -457,7 +457,7 @@ def first_chunk(body: dict[str, Any]) -> list[Any]:
 
 
 def test_holes_and_overlaps_are_named(published: dict[Case, Path], tmp_path: Path) -> None:
-    """In ranks each of which is whole by itself."""
+    """Each rank is whole by itself."""
     newest = f"rank-00001/commit-{len(TRAINED):010d}"
 
     def faults(name: str, change: Callable[[list[Subgroup]], list[Subgroup]]) -> list[Fault]:
@@ -476,7 +476,7 @@ def test_holes_and_overlaps_are_named(published: dict[Case, Path], tmp_path: Pat
         return list(verify(run).faults)
 
     def moved(subgroups: list[Subgroup]) -> list[Subgroup]:
-        """Put the first chunk where that of rank 0 is."""
+        """Put the first chunk where the first chunk of rank 0 is."""
         shard, *shards = subgroups[0].shards
         chunk = Chunk((0,) * len(shard.chunks[0].sizes), shard.chunks[0].sizes)
         first = dataclasses.replace(shard, chunks=(chunk, *shard.chunks[1:]))

@@ -63,7 +63,7 @@ class Training:
                 return began[-1] - began[-2]
 
     def hear_out(self, rank: int) -> None:
-        """Take what a rank that is no more had told."""
+        """Receive the messages that a dead rank had sent."""
         with contextlib.suppress(EOFError):
             while self.job.connections[rank].poll():
                 self.receive(rank)

@@ -33,7 +33,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def test_fsdp_gets_what_one_process_gets_of_its_gradients(
     settings: str, store: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    """Parameters of which some ranks have no rows; clipped and accumulated gradients."""
+    """Some ranks have no rows of a parameter; clipped and accumulated gradients."""
     pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
 
 
@@ -73,7 +73,7 @@ def test_gradients_that_are_reduced_in_the_last_backward(
     assert [len(found) for found in program(3, 0.5, tmp_path, False)] == [2, 2]
 
 
-def test_nested_groups_are_no_reason_for_a_warning(pool: RankPool, tmp_path: Path) -> None:
+def test_nested_groups_cause_no_warning(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, "tests.rank_programs.fsdp:nested", tmp_path) == [[], []]
 
 

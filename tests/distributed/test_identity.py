@@ -170,7 +170,7 @@ def test_a_gradient_that_some_ranks_lack_is_zero_there(pool: RankPool, layout: s
 def test_matrices_in_batches_differ_by_rounding_alone(
     pool: RankPool, expected: tuple[Tensors, States], layout: str
 ) -> None:
-    """From those one by one, and not from those of one process."""
+    """From matrices one by one. Batches of one process give the same bits."""
     case = Case(layout=layout, options={"ns_batched": True})
     of_ranks = pool.run(4, "tests.rank_programs.training:train", case)
     assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, {"ns_batched": True}))

@@ -54,7 +54,7 @@ def test_a_run_that_was_closed_goes_on(
     assert_as_one_process(rest, SHAPES, expected)
 
 
-def test_the_dtype_of_newton_schulz_is_that_of_the_run(pool: RankPool, tmp_path: Path) -> None:
+def test_the_dtype_of_newton_schulz_comes_from_the_run(pool: RankPool, tmp_path: Path) -> None:
     options = {"ns_dtype": torch.float32}
     case = Case(layout="rows", directory=tmp_path / "run", store={"page_bytes": 6000})
     pool.run(2, WORK, replace(case, last=4, options=options))
@@ -66,7 +66,7 @@ def test_the_dtype_of_newton_schulz_is_that_of_the_run(pool: RankPool, tmp_path:
 def test_the_rank_with_least_memory_bounds_how_much_is_stepped_at_once(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """The collectives are those of ranks that all have so little, in the same order."""
+    """The collectives and their order are as on ranks that all have as little memory."""
     case = Case(layout="rows", store={"page_bytes": 6000}, last=3)
     issued = []
     for name, of_ranks, window in [

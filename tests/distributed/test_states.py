@@ -1,4 +1,4 @@
-"""State dicts of several ranks: those of one process, in parts or whole."""
+"""State dicts of several ranks equal the state dict of one process, in parts or whole."""
 
 from __future__ import annotations
 

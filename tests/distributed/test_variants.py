@@ -100,7 +100,7 @@ def test_hyperball_agrees_on_every_partition(ranks: int, layout: str, pool: Rank
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_statistics_are_those_of_one_process(ranks: int, layout: str, pool: RankPool) -> None:
+def test_statistics_equal_one_process(ranks: int, layout: str, pool: RankPool) -> None:
     """One rank sees the whole input of each matrix, and all its ranks add up the update."""
     hook = MatrixStatistics()
     hook.is_on = True

@@ -118,7 +118,7 @@ def test_steps_that_are_not_sampled_have_no_figures_and_no_step_changes(tmp_path
     ]
 
 
-def test_a_line_has_null_for_what_is_no_number(tmp_path: Path) -> None:
+def test_a_line_has_null_for_nan(tmp_path: Path) -> None:
     hook = MatrixStatistics()
     hook.is_on = True
     parameter = torch.nn.Parameter(torch.ones(4, 6))

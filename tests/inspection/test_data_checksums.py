@@ -29,7 +29,7 @@ def test_combined(first: bytes, rest: bytes) -> None:
     wrong=st.integers(0, 999),
 )
 def test_any_order(cuts: list[int], extents: list[list[int]], wrong: int) -> None:
-    """A fault is found in each range of which something was read, and in no other."""
+    """A fault is found in each range that was read in part or whole, and in no other."""
     read: list[tuple[int, int]] = []
     disk = bytearray(DATA)
 

@@ -100,7 +100,7 @@ def locals_of(
 def assert_sound(
     shape: tuple[int, ...], sharding: Sharding, locals_: dict[tuple[int, ...], torch.Tensor]
 ) -> None:
-    """The parts that ranks hold and own are those of their local tensors."""
+    """The parts that ranks hold and own equal their local tensors."""
     for coordinate, local in locals_.items():
         assert_held(shape, sharding, coordinate, local)
     held = Counter(position for local in locals_.values() for position in local.flatten().tolist())
@@ -360,7 +360,7 @@ def test_real_ranks_had_every_kind_of_shard(placed: list[Placed]) -> None:
 @settings(max_examples=300)
 @given(st.data())
 def test_uneven_parts_follow_each_other(data: st.DataObject) -> None:
-    """Along any dimensions of a mesh, some of which hold copies."""
+    """Along any dimensions of a mesh; some hold copies."""
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dims = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), max_size=3))
     dims = [dim if dim not in dims[:place] else None for place, dim in enumerate(dims)]

@@ -176,7 +176,7 @@ def test_pages_hold_about_page_bytes(specs: list[ParameterSpec], page_bytes: int
         # Larger: it holds one thing that cannot be cut, and nothing else.
         (shard,) = subgroup.shards
         if shard.parameter.elementwise:
-            # A part of one row, of which the framing alone takes half the page or more.
+            # A part of one row, whose framing alone takes half the page or more.
             (chunk,) = shard.chunks
             assert chunk.numel <= math.prod(shard.parameter.shape[1:])
             data_nbytes = chunk.numel * bytes_per_element(shard.parameter)

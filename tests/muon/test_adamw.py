@@ -145,7 +145,7 @@ def test_numbers_of_a_step_may_be_tensors() -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_a_power_is_near_to_that_of_the_c_library() -> None:
+def test_a_power_is_near_to_the_c_library() -> None:
     for base, step in itertools.product((0.0, 0.5, 0.9, 0.95, 0.999), (1, 2, 3, 1000, 10**6 + 1)):
         power = rules._power(base, float(step))
         assert power == adamw.power(base, step)

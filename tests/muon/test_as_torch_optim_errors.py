@@ -1,4 +1,4 @@
-"""Refusals of torch.optim, and those of Muon alone: docs/reference/torch-optim.md."""
+"""Refusals of torch.optim, and refusals of Muon alone: docs/reference/torch-optim.md."""
 
 from __future__ import annotations
 
@@ -365,8 +365,8 @@ def test_values_that_a_loaded_group_lacks_stay(case: StockCase) -> None:
     assert_steps_on(twins)
 
 
-def test_defaults_are_those_of_muon_groups(adamw: StockCase) -> None:
-    """A later AdamW group has the defaults of torch.optim.AdamW, not those of the optimizer."""
+def test_defaults_come_from_muon_groups(adamw: StockCase) -> None:
+    """A later AdamW group has the defaults of torch.optim.AdamW, not of the optimizer."""
     optimizer = adamw.ours(two())
     optimizer.defaults["lr"] = 0.5
     optimizer.add_param_group(adamw.group([parameter(3, 2, 2)]))

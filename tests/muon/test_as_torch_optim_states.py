@@ -58,7 +58,7 @@ def test_a_step_makes_the_states_of_torch(case: StockCase) -> None:
     assert len(twins.ours.state) == len(twins.stock.state)
 
 
-def test_a_state_dict_equals_that_of_torch(case: StockCase) -> None:
+def test_a_state_dict_equals_torch(case: StockCase) -> None:
     twins = case.twins()
     twins.step(2)
     mine, other = (optimizer.state_dict() for optimizer in twins.both)
@@ -284,7 +284,7 @@ def test_a_hook_before_a_step_may_change_its_arguments(case: StockCase) -> None:
     assert calls == [2]
 
 
-def test_hooks_of_all_optimizers_run_around_those_of_one(case: StockCase) -> None:
+def test_hooks_of_all_optimizers_run_around_hooks_of_one(case: StockCase) -> None:
     twins = case.twins()
     logs: list[Log] = []
     for optimizer in twins.both:

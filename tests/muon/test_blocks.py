@@ -181,7 +181,7 @@ def test_a_parameter_without_elements_has_blocks() -> None:
     optimizer.step()
 
 
-def test_operations_are_those_of_the_last_step() -> None:
+def test_operations_are_counted_for_the_last_step() -> None:
     parameter = torch.nn.Parameter(gradient(0))
     optimizer = muon.Muon([parameter])
     parameter.grad = gradient(1)

@@ -81,7 +81,7 @@ def test_equals_the_polynomials_of_singular_values(
     eps = torch.finfo(dtype).eps
     if kind in WELL_CONDITIONED:
         # Each of 10 to 30 products rounds its result, and near one the steeper tables amplify what
-        # went before; in float32 and float64 their sums round, too.
+        # went before; in float32 and float64 their sums also round.
         roundings = 30 if dtype == torch.bfloat16 else 100
         assert error <= roundings * eps * float(expected.norm())
     elif dtype != torch.bfloat16:

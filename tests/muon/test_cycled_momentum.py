@@ -120,7 +120,7 @@ def test_a_state_dict_has_the_cycled_betas() -> None:
 
 
 def test_a_muon_group_with_the_keys_of_a_scheduler_that_cycles_betas_is_refused() -> None:
-    """OneCycleLR, made when there are AdamW groups alone, sets the betas of later groups, too."""
+    """OneCycleLR, made when there are AdamW groups alone, also sets the betas of later groups."""
     vector, matrix = parameter(1, [4]), parameter()
     optimizer = muon.Muon([{"params": [vector], "algorithm": "adamw"}])
     one_cycle(optimizer)
@@ -181,7 +181,7 @@ def test_a_max_momentum_of_1_cannot_be_stepped_by_adamw(
         )
 
 
-def test_a_max_momentum_of_1_is_that_of_torch_for_muon() -> None:
+def test_a_max_momentum_of_1_equals_torch_for_muon() -> None:
     twins = Twins()
     schedulers = [
         lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, max_momentum=1.0)

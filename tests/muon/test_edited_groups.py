@@ -51,7 +51,7 @@ def appended_group(optimizer: torch.optim.Optimizer, *parameters: nn.Parameter) 
 @PLACES
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 def test_values_may_change_and_groups_are_added(place: str, algorithm: str, tmp_path: Path) -> None:
-    """Commits have the values that a group has then, also those of keys that are not known."""
+    """Commits have the values that a group has then, also of unknown keys."""
     names = [["first", "second"], ["third"]]
     with open_store(place, tmp_path) as store:
         twins = Twins(names, rates=[0.5, 0.125], store=store, algorithm=algorithm)

@@ -90,7 +90,7 @@ with tierstore.TierStore(sys.argv[1], page_bytes=4096, host_memory="1MiB", resum
     ids=str,
 )
 def test_killed_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Kill -9 while a step is written, three times; the end is that of an uninterrupted run."""
+    """Kill -9 while a step is written, three times; the end equals an uninterrupted run."""
     expected = parameters_of()
     in_memory = muon.Muon(groups_of(expected), **options)
     train(expected, in_memory, range(40))

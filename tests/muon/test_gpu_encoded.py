@@ -398,7 +398,7 @@ def test_rules_choose_the_kernels(
 def test_a_training_has_the_bits_of_operations(
     kernels: ModuleType, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_BLOCK", 1 << 17)  # Few programs, each of which takes time.
+    monkeypatch.setattr(kernels, "_BLOCK", 1 << 17)  # Few programs; each takes time.
     of_tensors = fake_triton.load("muon.kernels.gpu")
     monkeypatch.setattr(of_tensors, "_BLOCK", 1 << 17)
     monkeypatch.setattr(rules, "kernels_for", lambda device: of_tensors)

@@ -39,7 +39,7 @@ def optimizer_of(params: list[nn.Parameter], **options: Any) -> muon.Muon:
 
 @PLACES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_those_of_the_same_gradients(
+def test_steps_equal_steps_with_the_same_gradients(
     dtype: torch.dtype, place: str, tmp_path: Path
 ) -> None:
     ours, theirs = pair(dtype), pair(dtype)

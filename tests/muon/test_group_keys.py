@@ -1,4 +1,4 @@
-"""Keys of param groups: those of other libraries, misspelled ones, and those of the user."""
+"""Keys of param groups: keys of other libraries, misspelled keys, and keys of the user."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_groups_made_for_other_libraries_are_understood(library: str, muon_first
 
 
 def test_positions_name_the_parameters_of_other_libraries(tmp_path: Path) -> None:
-    """Also those of Motif, which keeps names under a key of its own."""
+    """Also Motif's groups, which keep names under a key of their own."""
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon(motif_groups(True), store=store)
         assert stored_names(optimizer) == {"0.0", "1.0"}

@@ -40,7 +40,7 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.long
-def test_the_master_is_that_of_the_references_bit_for_bit(tmp_path: Path) -> None:
+def test_the_master_equals_the_references_bit_for_bit(tmp_path: Path) -> None:
     """200 steps beside torch.optim on float32 masters, rounded in the same way."""
     masters = parameters_of(torch.float32)
     optimizers = [

@@ -66,7 +66,7 @@ case = pytest.mark.parametrize(("shape", "declaration"), CASES.values(), ids=CAS
 
 
 @case
-def test_the_matrices_are_those_of_views(shape: tuple[int, ...], declaration: Declaration) -> None:
+def test_the_matrices_equal_views(shape: tuple[int, ...], declaration: Declaration) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     everything = Chunk((0,) * len(shape), shape)
     matrices, expected = matrices_of(shape, declaration), pieces(whole, declaration)
@@ -185,7 +185,7 @@ def test_equals_separate_parameters(
     assert torch.equal(found, expected)
 
 
-def test_the_scale_is_that_of_outputs_and_inputs() -> None:
+def test_the_scale_follows_from_outputs_and_inputs() -> None:
     """A Conv1D has the transposed weight of a Linear, whose update is the transposed one."""
     shape = (10, 24)
     found = stepped_together(shape, (("transposed",),), torch.float32, ns_dtype=torch.float64)

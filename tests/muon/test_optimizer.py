@@ -368,7 +368,7 @@ def test_transposed_parameters_and_gradients(algorithm: str) -> None:
     for step in STEPS:
         grad = torch.randn(10, 24, generator=torch.Generator().manual_seed(step))
         mine.grad, other.grad = grad, grad
-        if step % 2:  # Every second gradient is transposed, too.
+        if step % 2:  # Every second gradient is also transposed.
             mine.grad = grad.T.contiguous().T
         optimizer.step()
         reference.step()

@@ -199,7 +199,7 @@ def usual_newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
 def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Other operations than those of torch.optim.Muon give about the same error."""
+    """Other operations than in torch.optim.Muon give about the same error."""
     generator = torch.Generator().manual_seed(1)
     u = torch.linalg.qr(torch.randn(512, 512, generator=generator, dtype=torch.float64))[0]
     v = torch.linalg.qr(torch.randn(max(shape), 512, generator=generator, dtype=torch.float64))[0]

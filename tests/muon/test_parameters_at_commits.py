@@ -78,7 +78,7 @@ def test_steps_write_the_ideal_bytes(
 def test_every_commit_has_the_parameters(
     tmp_path: Path, dtype: torch.dtype, commit_every: int | None, tier: str
 ) -> None:
-    """Commits that are not due, too, and of parameters without a gradient in the last steps."""
+    """Also commits that are not due, and parameters without a gradient in the last steps."""
     options = {} if dtype == torch.float32 else {"master": "remainder"}
     expected = parameters_of(dtype)
     reference = optimizer_of(expected, **options)

@@ -18,7 +18,7 @@ LAYERS = ["own", "groups", "one", "latent", "fused"]
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[Model, torch.Tensor]:
-    """Return a model, and inputs of which its logits are large."""
+    """Return a model, and inputs that make its logits large."""
     torch.manual_seed(0)
     return Model().to(dtype), torch.randn(7, WIDTH).to(dtype) * 5
 
@@ -87,7 +87,7 @@ def test_only_what_belongs_to_the_head_changes() -> None:
     }
 
 
-def test_powers_are_those_of_kimi_k2() -> None:
+def test_powers_equal_kimi_k2() -> None:
     g = 2.0 / 5.0
     before, _ = made()
     _, model = clipped("latent", [1.0, 5.0, 2.0])
@@ -234,7 +234,7 @@ def test_other_layers_of_known_names_are_not_taken_for_them() -> None:
         muon.QKClip.of(BigCode())
 
 
-def test_a_norm_that_is_none_is_no_qk_norm() -> None:
+def test_a_norm_that_is_none_is_not_qk_norm() -> None:
     model = Model()
     model.own.q_norm = nn.Identity()
     assert "own" in muon.QKClip.of(model).layers

@@ -74,7 +74,7 @@ def make_run(directory: Path, schedule: Schedule = warm_up) -> float:
 
 @pytest.mark.parametrize("schedule", [warm_up, one_after_another, one_cycle, decay_on_plateaus])
 def test_restore_brings_a_scheduler_back(schedule: Schedule, tmp_path: Path) -> None:
-    """The rates and results are those of a run that nothing interrupted."""
+    """The rates and results equal an uninterrupted run."""
     store, optimizer, expected = open_run(tmp_path / "expected")
     with store:
         expected_rates = train(optimizer, expected, schedule(optimizer), 6)
@@ -112,7 +112,7 @@ class _Eager(lr_scheduler.LinearLR):
         self.optimizer.param_groups[0]["lr"] = 7.0
 
 
-def test_the_committed_lr_prevails_over_that_of_a_scheduler(tmp_path: Path) -> None:
+def test_the_committed_lr_prevails_over_a_scheduler(tmp_path: Path) -> None:
     lr = make_run(tmp_path)
     store, optimizer, _ = open_run(tmp_path)
     with store:

@@ -53,7 +53,7 @@ def test_owners_by_hand() -> None:
     ]
     assert [newton_schulz.cost(matrix.shape) for matrix in matrices] == [192, 320, 384, 11]
     # 320 stay on rank 0, and 384 go to rank 1. With 192 more rank 0 would have 512, far above the
-    # mean of 302, so 192 go to rank 2, which holds no part of the matrix; 11 go there, too.
+    # mean of 302, so 192 go to rank 2, which holds no part of the matrix; another 11 go there.
     assert assign_owners(matrices, [0, 0, 0]) == ([2, 0, 1, 2], [320, 384, 203])
     assert assign_owners(matrices, [1000, 0, 900]) == ([1, 0, 1, 1], [1320, 587, 900])
     # Rank 2 has the least load but no part of the matrix; 944 on rank 0 is close to the mean, 865.

@@ -477,7 +477,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("prefix", WRAPPERS)
 @pytest.mark.parametrize("given", ["", "_orig_mod.", "module.", "_orig_mod.module."])
-def test_names_fit_with_and_without_those_of_wrappers(prefix: str, given: str) -> None:
+def test_names_fit_with_and_without_names_of_wrappers(prefix: str, given: str) -> None:
     model = WRAPPERS[prefix](LanguageModel())
     groups = muon.param_groups(
         model, head=f"{given}3", adamw_names=f"{given}1.weight", no_decay=f"{given}[12].weight"
@@ -512,7 +512,7 @@ def test_a_name_that_is_there_as_given_means_that_parameter_alone() -> None:
 @pytest.mark.parametrize("wrapped", [(), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("pattern", ["layers.[0-9].bias", "module.layers.[0-9].bias", "*.bias"])
 @pytest.mark.parametrize("wrap", [lambda model: model, Parallel])
-def test_names_fit_layers_of_which_some_are_wrapped(
+def test_names_fit_if_some_layers_are_wrapped(
     wrapped: tuple[int, ...], pattern: str, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     """Selective activation checkpointing wraps some of the layers."""
@@ -526,7 +526,7 @@ def test_names_fit_layers_of_which_some_are_wrapped(
     assert len(biases) == 4
 
 
-def test_a_head_fits_layers_of_which_some_are_wrapped() -> None:
+def test_a_head_fits_if_some_layers_are_wrapped() -> None:
     block = nn.Sequential(checkpoint_wrapper(linear()), linear(WIDTH, 2 * WIDTH))
     model = modules(first=linear(), block=block)
     groups = muon.param_groups(model, head="block")

@@ -487,7 +487,7 @@ def test_a_step_count_of_the_group(step: Any) -> None:
     assert "step" not in optimizer.param_groups[0]
 
 
-def test_codes_are_no_moments() -> None:
+def test_codes_are_not_moments() -> None:
     saved = stepped(muon.Muon(named_groups(named_layers("ab"), "adamw", 2))).state_dict()
     saved["state"][1]["exp_avg"] = saved["state"][1]["exp_avg"].to(torch.int8)
     optimizer = muon.Muon(named_groups(named_layers("ab"), "adamw", 2))

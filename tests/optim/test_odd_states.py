@@ -48,7 +48,7 @@ def test_a_state_dict_before_the_first_step_begins_anew(cls: Any) -> None:
 
 
 @pytest.mark.parametrize("cls", [SOAP, Shampoo])
-def test_numbers_are_those_of_the_class(cls: Any) -> None:
+def test_numbers_equal_the_class(cls: Any) -> None:
     paged, stock, step = twins(cls)
     for number in range(1, 4):
         step(number)

@@ -193,7 +193,7 @@ def test_hooks_of_all_optimizers_are_called_once_in_a_step(tmp_path: Path) -> No
     assert called == ["own", tierstore.Paged, torch.optim.AdamW]
 
 
-def test_groups_and_closures_are_those_of_torch() -> None:
+def test_groups_and_closures_equal_torch() -> None:
     own, other = (list(parameters(torch.float32).values()) for _ in range(2))
     options = {"lr": 1e-3, "weight_decay": 0.1}
     paged, stock = (

@@ -137,7 +137,7 @@ def test_goes_on_on_other_ranks(case: str, world_size: int, pool: RankPool, tmp_
 # Its factors are not row-major in memory, and the tensors of a state dict are: products of a matrix
 # and a vector then differ in the last bits.
 @pytest.mark.parametrize("case", [case for case in ALL if case != "SOAP-limited"])
-def test_state_dicts_are_those_of_the_class(case: str) -> None:
+def test_state_dicts_equal_the_class(case: str) -> None:
     """Both ways: the class goes on from ours, and we go on from a state dict of the class."""
     cls, options = case_of(case)
     own = parameters(torch.float32, shapes_of(case))

@@ -52,7 +52,7 @@ def test_a_step_reads_and_writes_every_byte_once(
     count = STEPS * sum(parameter.numel() for parameter in parameters)
     assert 0.98 <= (after[0] - before[0]) / (count * read) <= 1.02
     assert 0.98 <= (after[1] - before[1]) / (count * written) <= 1.02
-    # The counters of the store equal those of the kernel, without the manifests.
+    # The counters of the store equal the counters of the kernel, without the manifests.
     assert stats.bytes_read == pytest.approx(after[0] - before[0], rel=0.01)
 
 

@@ -115,7 +115,7 @@ def train(
 @pytest.mark.parametrize("pace", [0, 0.3])
 @pytest.mark.parametrize("in_directory", [True, False])
 @pytest.mark.parametrize("step_on", [None, "cpu"])
-def test_results_are_those_of_gradients_that_stay(
+def test_results_equal_gradients_that_stay(
     step_on: str | None,
     in_directory: bool,
     pace: float,
@@ -296,7 +296,7 @@ def test_sums_in_float32(step_on: str | None, tmp_path: Path) -> None:
 
 
 def test_gradients_that_were_assigned_are_stepped(tmp_path: Path) -> None:
-    """And those of the first step, before pages are laid out."""
+    """And gradients of the first step, before pages are laid out."""
     with fake_cuda():
         store = tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, **LEAVES)
         parameters = training.make_parameters(torch.bfloat16)
@@ -430,7 +430,7 @@ def test_all_else_is_refused_and_changes_nothing(use: Callable[[torch.Tensor], o
 
 
 @pytest.mark.usefixtures("_on_gpu")
-def test_a_number_that_left_is_no_factor() -> None:
+def test_a_number_that_left_is_not_a_factor() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with tierstore.TierStore(None, offload_gradients="backward") as store:
         optimizer = muon.Muon(

@@ -156,7 +156,7 @@ def test_loaded_back(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_state_of_one_parameter_reads_its_pages_alone(tmp_path: Path) -> None:
-    """optimizer.state[p] keeps its values, too."""
+    """optimizer.state[p] also keeps its values."""
     store, optimizer, parameters = open_muon(tmp_path, buffers=2)
     training.train(optimizer, parameters, range(1, 4))
     read = store.stats().bytes_read

@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).parent / "programs" / "deepspeed_writer.py"
 _BF16 = {"stage": 1, "optimizer": "torch", "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
 _ROUND_ROBIN = {"round_robin_gradients": True}
 # Each large matrix is a subgroup of its own: DeepSpeed 0.19.8 shifts the gradients of a subgroup
-# on NVMe whose parts have no multiple of 1024 bytes, and then trains with those of other elements.
+# on NVMe whose parts have no multiple of 1024 bytes, and then trains with parts of other elements.
 _NVME = {"stage": 3, "offload": "nvme", "big": True, "zero": {"sub_group_size": 500_000}}
 _ALONE = {"sub_group_size": 1}
 _IN_MEMORY = {"sub_group_size": 500_000, "save_muon_momentum_buffer_in_memory": True}
@@ -66,7 +66,7 @@ FIXTURES = (
 """The cases that tests without peers read."""
 
 UNIVERSAL_FIXTURES = ("zero1-adamw", "zero3-adamw")
-"""The cases that they read as universal checkpoints, too."""
+"""The cases that they also read as universal checkpoints."""
 
 
 def run_deepspeed(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:

@@ -21,7 +21,7 @@ LEFT_OUT = shutil.ignore_patterns(
 
 
 def main() -> None:
-    """Write all fixtures below a folder, or those of some peers, and copy them."""
+    """Write the fixtures of all or some peers below a folder, and copy them."""
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
     writers = {
         "deepspeed": (deepspeed_cases.run_deepspeed, deepspeed_cases),

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def run_all(program: Path, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
-    """Run cases below a folder, those of one number of ranks together.
+    """Run cases below a folder, cases with the same number of ranks together.
 
     Args:
         program: what a rank runs.

@@ -192,7 +192,7 @@ def test_saved_and_begun_from_there(tmp_path: Path) -> None:
 
 
 def test_a_state_that_was_saved_within_a_step(tmp_path: Path) -> None:
-    """It is that of the step before, and the run that saved it goes on as if it had not."""
+    """It is the state of the step before, and the run that saved it goes on unchanged."""
     with tierstore.TierStore(tmp_path / "run") as store:
         loop = Loop(store)
         for index, (_, inputs, targets) in enumerate(loop.batches):
@@ -340,7 +340,7 @@ def test_saving_again_into_a_folder_keeps_what_is_there_until_then(tmp_path: Pat
     with tierstore.TierStore(tmp_path / "new") as store:
         loop = Loop(store)
         with pytest.raises((tierstore.CheckpointError, FileExistsError)):
-            loop.accelerator.save_state(str(tmp_path / "saved"))  # There is no step to publish.
+            loop.accelerator.save_state(str(tmp_path / "saved"))  # No step to publish.
         assert (tmp_path / "saved/store/.metadata").exists()
 
 

@@ -193,7 +193,7 @@ def test_more_epochs_than_planned(tmp_path: Path) -> None:
 
 
 def test_published_after_a_validation_and_killed(tmp_path: Path) -> None:
-    """A step that checkpoint() commits before the Trainer would resumes, too."""
+    """A step that checkpoint() commits before the Trainer would also resumes."""
     import lightning
 
     class Publish(lightning.Callback):

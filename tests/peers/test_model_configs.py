@@ -1,4 +1,4 @@
-"""Parameters from configs are those of the models that transformers makes on the meta device."""
+"""Parameters from configs equal the models that transformers makes on the meta device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_names_shapes_dtypes_and_order_are_equal(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_listings_are_those_of_this_version(name: str) -> None:
+def test_listings_equal_this_version(name: str) -> None:
     listing = json.loads((LISTINGS / f"{name}.json").read_text())
     assert list(listing.items()) == list(named_parameters(SMALL[name]).items())
 

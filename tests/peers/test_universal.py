@@ -76,7 +76,7 @@ def loaded(deepspeed: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def differences(found: Path, source: Path) -> list[float]:
-    """Return by how much the next update of each parameter differs from that of the source."""
+    """Return by how much the next update of each parameter differs from the source's."""
     before, after = numpy.load(source / "truth.npz"), numpy.load(source / "next.npz")
     changed = numpy.load(found / "next.npz")
     assert set(changed.files) == set(after.files)
@@ -199,6 +199,6 @@ def test_deepspeeds_own_tool_mixes_up_parameters(
 def test_deepspeeds_own_tool_refuses_muon(
     deepspeed: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
-    """When this fails, DeepSpeed has learned it: look whether it loads ``momentum_buffer``, too."""
+    """When this fails, DeepSpeed has learned it: look whether it also loads ``momentum_buffer``."""
     with pytest.raises(RuntimeError, match="KeyError: 'exp_avg'"):
         to_universal(deepspeed[name] / "checkpoint", tmp_path / "in")

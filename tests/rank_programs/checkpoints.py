@@ -67,7 +67,7 @@ class Job:
 
 
 def make_model(job: Job) -> nn.Module:
-    """A model with a buffer, and maybe with frozen parameters, one of which is tied."""
+    """A model with a buffer, and maybe with frozen parameters, one of them tied."""
     model: Any = stock_reader.make_model("layers", job.seed, job.dtype)
     if job.bias_of_head:
         model.head.bias = nn.Parameter(torch.zeros(stock_reader.VOCABULARY, dtype=job.dtype))

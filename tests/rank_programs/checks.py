@@ -15,7 +15,7 @@ from tests.rank_programs.training import Shapes, States, Tensors, Trained
 def wholes(of_ranks: Sequence[Trained], name: str, state: str, shape: tuple[int, ...]) -> Any:
     """A state put together from what each rank owns; each element is one rank's.
 
-    Or, of a state of rows, that of all ranks that cut the row.
+    A state of rows belongs to all ranks that cut the row.
     """
     pieces = [piece for trained in of_ranks for piece in trained.states.get((name, state), [])]
     whole = torch.zeros(shape, dtype=torch.float64)

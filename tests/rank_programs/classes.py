@@ -104,7 +104,7 @@ def step_whole() -> None:
 
 
 def load_parts() -> None:
-    """Load states of which one rank has zeros alone: both ranks take them as stepped."""
+    """Load states that are zeros on one rank: both ranks take them as stepped."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     gradient_ = torch.cat([torch.zeros(2, 4), torch.ones(2, 4)])
     with tierstore.TierStore(None) as store:

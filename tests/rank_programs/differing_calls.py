@@ -75,7 +75,7 @@ def store_of_one() -> tuple[str, str]:
 
 
 def state_dict_of_own_parts() -> str:
-    """Ask on rank 0 alone for a state dict, of which each rank has its own part."""
+    """Ask on rank 0 alone for a state dict. Each rank has its own part of it."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
     with tierstore.TierStore(None, timeout=30.0) as store:
@@ -113,8 +113,8 @@ def other_call(directory: Path, name: str) -> list[Any]:
     """Make a call on rank 0 while rank 1 steps, then go on.
 
     Returns:
-        What that raised, and what a commit that all ranks make then raises; the committed step;
-        whether the parameters are those of a training without the call.
+        The error of the call, and the error of a commit that all ranks then make; the committed
+        step; whether the parameters equal a training without the call.
     """
     raised = []
 
@@ -160,7 +160,7 @@ def open_again() -> list[str]:
 
 
 def states_of_own_parts() -> list[bool]:
-    """Compare states that each rank reads alone with those of a training of this rank alone."""
+    """Compare states that each rank reads alone with a training of this rank alone."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = DeviceMesh("cpu", list(range(world_size)))
     whole = torch.arange(24.0).reshape(6, 4)

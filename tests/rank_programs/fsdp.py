@@ -42,7 +42,7 @@ from tierstore.ranks.peers import Alone
 from tierstore.storage.memory import MemoryStorage
 
 STREAMED: dict[str, Any] = {"page_bytes": 4096, "buffers": 5, "timeout": 30.0}
-# Rows of which 3 ranks have uneven parts, and some of them none.
+# 3 ranks have uneven parts of these rows, and some ranks none.
 ROWS = (4, 5, 1)
 
 Tensors = dict[str, torch.Tensor]
@@ -428,7 +428,7 @@ def averaged_otherwise() -> str:
 
 
 def gathered(directory: Path, options: Mapping[str, Any]) -> str:
-    """Forwards without a backward, of which FSDP2 keeps what it has gathered.
+    """Forwards without a backward, after which FSDP2 keeps the gathered parameters.
 
     Returns:
         What is said of a step in the middle of a forward.

@@ -158,7 +158,7 @@ def gather(here: Here, values: list[Any]) -> list[list[Any]]:
 
 
 def gather_large(here: Here) -> list[list[tuple[int, set[int]]]]:
-    """Gather a lot, then little, then a lot of one rank; tell how many of which bytes came."""
+    """Gather a lot, then little, then a lot of one rank; return the number and values of bytes."""
     ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     found = []
     for nbytes in (LARGE_BYTES + here.rank, 1, LARGE_BYTES * (here.rank == 1)):
@@ -229,7 +229,7 @@ def exchange(here: Here, members: list[int]) -> list[float] | None:
 
 
 def open_within(here: Here, members: list[int], times: int) -> list[tuple[Any, ...]] | str:
-    """Gather and exchange in a part of the world, of which the others are refused."""
+    """Gather and exchange in a part of the world. Ranks outside are refused."""
     part = dist.new_group(members)
     found: list[tuple[Any, ...]] | str = []
     for _ in range(times):
@@ -250,7 +250,7 @@ def open_within(here: Here, members: list[int], times: int) -> list[tuple[Any, .
 
 
 def open_within_unequal(here: Here) -> str:
-    """Ask for a group of ranks of which one is in more groups than the other."""
+    """Ask for a group of two ranks. One of them is in more groups than the other."""
     part = dist.new_group([0, 1])
     dist.new_group([1, 2])
     message = ""

@@ -44,7 +44,7 @@ class Live:
 
 @contextmanager
 def watched() -> Iterator[Live]:
-    """Track the memory of rounds and gathered matrices, without that of computations."""
+    """Track the memory of rounds and gathered matrices, without computations."""
     live = Live()
 
     class Watch(TorchDispatchMode):
@@ -164,7 +164,7 @@ def spread_peak(bytes_max: int) -> int:
 
     def wait(ranks: ProcessGroupRanks, work: dist.Work, *thread: Any) -> None:
         real_wait(ranks, work, *thread)
-        in_flight.pop(work, None)  # Other collectives are waited for, too.
+        in_flight.pop(work, None)  # Other collectives are also waited for.
 
     parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(24)]
     with (

@@ -1,4 +1,4 @@
-"""Ranks that scale their loss, and of which one finds an overflow."""
+"""Ranks that scale their loss. One of them finds an overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that save and load the state of an optimizer, and compare it with that of one process."""
+"""Ranks that save and load the state of an optimizer, and compare it with one process."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def clip_of(parameters: Mapping[str, torch.Tensor], heads: Heads) -> dict[str, A
 
 
 def qk_logits(heads: Heads, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Return what a rank saw of the largest logits of a step: that of every n-th head."""
+    """Return the largest logits of a step that a rank saw: of every n-th head."""
     found = {}
     for name, (count, _) in heads.items():
         wholes = 2.5 * torch.rand(count, generator=torch.Generator().manual_seed(step))
@@ -189,7 +189,7 @@ def one_process(
 
     Args:
         shapes: the model.
-        options: those of Muon.
+        options: arguments of Muon.
         steps: how many.
         zeroed: where gradients are zero at every third step: flat positions by name.
         heads: as of a case.

@@ -72,7 +72,7 @@ def test_a_run_that_cannot_be_restored_any_more_is_not_marked(tmp_path: Path) ->
     assert not (tmp_path / RANK / "clean").exists()
 
 
-def test_a_mark_of_another_commit_is_no_mark(tmp_path: Path) -> None:
+def test_a_mark_of_another_commit_does_not_count(tmp_path: Path) -> None:
     """The newest manifest is damaged; the run was not closed at the commit before it."""
     make_run(tmp_path)
     (tmp_path / RANK / "commit-0000000003").write_bytes(b"")

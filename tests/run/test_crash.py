@@ -59,7 +59,7 @@ def crash_twice(
 
 
 def half(points: range) -> list[Any]:
-    """Points of which every second one is for the long tests."""
+    """Points. Every second point is for the long tests."""
     return [
         pytest.param(point, marks=pytest.mark.long) if index % 2 else point
         for index, point in enumerate(points)

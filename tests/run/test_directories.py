@@ -384,7 +384,7 @@ def test_a_file_in_place_of_a_directory_is_named(two: list[Path]) -> None:
     assert two[1].read_bytes() == b"precious"
 
 
-def test_memory_is_no_place_for_any_of_them(tmp_path: Path) -> None:
+def test_no_directory_may_be_in_memory(tmp_path: Path) -> None:
     from tests.run.test_recovery import memory_mount
 
     place = memory_mount() / f"run-{tmp_path.name}-{os.getpid()}"

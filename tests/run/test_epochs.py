@@ -32,7 +32,7 @@ def test_the_name_of_a_manifest(revision: Revision, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["commit-e0-0000000005", "commit-e01-0000000005", "commit-e1-5", "commit-e-0000000005"]
 )
-def test_other_names_are_no_manifests(name: str) -> None:
+def test_other_names_are_not_manifests(name: str) -> None:
     assert manifest_revision(name) is None
 
 

@@ -155,7 +155,7 @@ def test_golden_files_are_made_again(tmp_path: Path) -> None:
     assert_same_files(tmp_path, GOLDEN)
 
 
-def test_fields_of_the_document_are_those_of_the_files() -> None:
+def test_fields_of_the_document_equal_the_files() -> None:
     commit = json.loads((GOLDEN / f"published/{RANK}.commit").read_bytes().partition(b"\n")[2])
     tables = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", FORMAT_TEXT, re.MULTILINE)
     named = {name for row in tables for name in re.findall(r"`(\w+)`", row)}

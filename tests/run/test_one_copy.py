@@ -86,7 +86,7 @@ def test_killed_between_a_commit_and_taking_back_the_mark(tmp_path: Path) -> Non
 
 
 def test_crash_between_a_second_commit_of_a_step_and_taking_back_the_mark(tmp_path: Path) -> None:
-    """The mark is about the first commit of the step; the pages are those of the second."""
+    """The mark is about the first commit of the step; the pages are from the second."""
     toy = Toy(tmp_path, commit_every=None)
     toy.step()
     toy.store.synchronize()

@@ -133,7 +133,7 @@ def test_a_run_in_memory_is_refused(tmp_path: Path) -> None:
 
 
 def foreign_places(tmp_path: Path) -> list[tuple[Path, Path]]:
-    """Run directories of which a part belongs to another user."""
+    """Run directories with a part that belongs to another user."""
     if os.geteuid() != 0:
         return [(Path("/usr"), Path("/usr"))]
     for directory in (tmp_path / "whole", tmp_path / "part" / RANK):

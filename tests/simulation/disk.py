@@ -4,8 +4,8 @@ Everything that a flush or a sync did not reach is a *unit* that a crash keeps o
 itself: one sector of a write, one length of a file, one change of a name. Units are
 applied in any order, so that a name or a sector may end as any of its later versions.
 
-No flush reaches a file of which a write or flush has failed, as long as the machine runs: a restart
-of the process has the same log. After a power loss its sectors are old, new or zero.
+No flush reaches a file after one of its writes or flushes has failed, as long as the machine runs:
+a restart of the process has the same log. After a power loss its sectors are old, new or zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierstore.units import SECTOR_BYTES
 
 
 def rank_node(rank: int, directory: int = 0) -> Node:
-    """Return the node of a directory of a rank's storage, of which there may be several."""
+    """Return the node of one of the directories of a rank's storage."""
     return f"rank {rank}" + (f", directory {directory}" if directory else "")
 
 

@@ -56,7 +56,7 @@ _CLASSES = {
     "flush, sync": ("flush", "sync_directory", "sync", "sync_children"),
     "create, rename, link, unlink": ("create", "make", "rename", "link", "unlink", "remove"),
 }
-"""Classes of calls in a table -> operations, without the prefix of those of a folder."""
+"""Classes of calls in a table -> operations, without the prefix of operations of a folder."""
 
 
 Calls = tuple[int, int, str, int]
@@ -223,7 +223,7 @@ class FaultSimulation(Simulation):
         whole = None
         if not reported:
             whole = _WholeCheckpoints(session, trouble, plan)
-            # Pages of which no checksum is at hand: what is published is for verification.
+            # These pages have no checksum at hand: verification checks the published files.
             session.check_published = lambda files, version: None
         self._begun(session)
         outcomes = session.open()
@@ -334,7 +334,7 @@ class FaultSimulation(Simulation):
     ) -> None:
         for outcome in outcomes:
             if outcome is not None and not isinstance(outcome, TierstoreError):
-                text = f"after {trouble}: {outcome!r} is no error that tells of it"
+                text = f"after {trouble}: {outcome!r} is not an error that tells of it"
                 raise Violation(name, text, str(session.log)) from outcome
             self.checked[trouble.describe(), TYPED] += outcome is not None
 
@@ -365,7 +365,7 @@ class FaultSimulation(Simulation):
             self._publish_again(name, disk, whole)
 
     def _publish_again(self, name: str, disk: Disk, whole: _WholeCheckpoints) -> None:
-        """Open the run and publish the step that it is at, of which only masters were read."""
+        """Open the run and publish its step. Only masters of that step were read."""
         session = Session(disk, self.settings, Log(self.settings.world_size, 1), Protocol())
         if not any(session.open()):
             session.publish_again()

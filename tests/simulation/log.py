@@ -107,7 +107,7 @@ class Log:
 
     Args:
         world_size: number of ranks.
-        generation: number of the run; nodes of one run differ from those of another.
+        generation: number of the run; nodes of different runs differ.
         weakening: flushes and syncs to leave out or to put off.
     """
 
@@ -240,7 +240,7 @@ class Log:
 
 
 def _site() -> str:
-    """Return the two innermost functions of tierstore on the stack that are no storage."""
+    """Return the two innermost functions of tierstore on the stack that are not storage."""
     frame = sys._getframe(1)
     names: list[str] = []
     while frame is not None and len(names) < 2:

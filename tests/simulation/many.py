@@ -23,7 +23,7 @@ from tests.support import thread_ranks
 
 @dataclass
 class Outcome:
-    """What the schedules of some seeds were, none of which broke a promise."""
+    """Counts of the schedules of some seeds. No schedule broke a promise."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Schedules by command of THEMES, and how many there were of each kind."""

@@ -112,7 +112,7 @@ class Action:
     reopen or overwrite."""
     value: Any = None
     version: int
-    """Index of the version that this may commit, among those of the plan."""
+    """Index of the version that this may commit, among the versions of the plan."""
 
 
 def beginning(world_size: int) -> Version:

@@ -34,7 +34,7 @@ def check_published(files: Mapping[str, bytes], version: Version) -> None:
         for state, expected in states.items():
             key = f"model.{name}" if state == "master" else f"optimizer.state.{name}.{state}"
             if not torch.equal(_tensor(files, metadata, key), expected):
-                raise AssertionError(f"{key} is not that of step {version.step}")
+                raise AssertionError(f"{key} is not of step {version.step}")
 
 
 def _tensor(files: Mapping[str, bytes], metadata: object, key: str) -> torch.Tensor:
@@ -54,6 +54,6 @@ def _tensor(files: Mapping[str, bytes], metadata: object, key: str) -> torch.Ten
         )
         try:
             result[place] = torch.load(io.BytesIO(data), weights_only=True)
-        except Exception as error:  # Bytes that are no record raise whatever they lead to.
+        except Exception as error:  # Bytes that are not a record can raise anything.
             raise AssertionError(f"a record of {key} cannot be read") from error
     return result

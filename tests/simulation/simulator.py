@@ -58,7 +58,7 @@ class Violation(AssertionError):  # noqa: N818 - it is what is asked for.
         super().__init__(f"schedule {schedule}: {found}" + (f"\n{log}" if log else ""))
 
     def __reduce__(self) -> tuple[type[Violation], tuple[str, str, str]]:
-        return Violation, (self.schedule, self.found, self.log)  # Between processes, too.
+        return Violation, (self.schedule, self.found, self.log)  # Also between processes.
 
 
 class Simulation:

@@ -142,7 +142,7 @@ class RecordedStripedStorage(StripedStorage):
 
 
 class RecordedFolder(MemoryFolder):
-    """A folder of a RecordedStorage. Those of all ranks are one."""
+    """A folder of a RecordedStorage. All ranks share it."""
 
     def __init__(self, storage: RecordedStorage, path: str) -> None:
         super().__init__(storage.files.folders, path)

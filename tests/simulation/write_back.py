@@ -35,7 +35,7 @@ class FailedTransfer(Transfer):
 
 
 class FailedWriteBack(RecordedStorage):
-    """A RecordedStorage of which one write or flush fails.
+    """A RecordedStorage with one write or flush that fails.
 
     Args:
         storage: the storage whose place it takes.

@@ -81,7 +81,7 @@ class TestEngine:
         real = asyncio.SelectorEventLoop.call_soon_threadsafe
 
         def interrupt(loop: Any, callback: Callable[..., object], *rest: Any) -> None:
-            # The loop and its pool call this, too, where a signal never raises an exception.
+            # The loop and its pool also call this, where a signal never raises an exception.
             interrupted = threading.current_thread() is threading.main_thread()
             if told or not interrupted:
                 real(loop, callback, *rest)

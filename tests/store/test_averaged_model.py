@@ -1,4 +1,4 @@
-"""Averages of weights: those of torch.optim.swa_utils, at their steps alone, also after a kill."""
+"""Averages of weights equal torch.optim.swa_utils, at their steps alone, also after a kill."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def assert_averages(averaged: tierstore.AveragedModel, expected: nn.Module) -> N
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("budget", [STREAMED, {"host_memory": "1MiB"}], ids=["nvme", "host"])
-def test_the_averages_are_those_of_torch(
+def test_the_averages_equal_torch(
     every: int, dtype: torch.dtype, budget: dict[str, Any], tmp_path: Path
 ) -> None:
     model = net(dtype)
@@ -135,7 +135,7 @@ def test_averages_that_are_stepped_beside_weights_elsewhere_are_refused(tmp_path
         tierstore.AveragedModel(model, averaged_module, store)
 
 
-def test_a_model_of_which_a_part_is_trained(tmp_path: Path) -> None:
+def test_a_model_with_frozen_parameters(tmp_path: Path) -> None:
     model = net()
     model[0].requires_grad_(False)
     averaged_module = copy.deepcopy(model)
@@ -266,7 +266,7 @@ def test_an_interrupted_update_is_made_once(goes_on: bool, tmp_path: Path) -> No
         assert_averages(averaged, reference.module)
 
 
-def test_buffers_are_those_of_the_model(tmp_path: Path) -> None:
+def test_buffers_come_from_the_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     reference = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY))
     with tierstore.TierStore(tmp_path, **STREAMED) as store:
@@ -282,7 +282,7 @@ def test_buffers_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_restored_averages_have_the_buffers_of_the_model(tmp_path: Path) -> None:
-    """Not those of the copy that the program has just made, until the next update."""
+    """Not of the copy that the program has just made, until the next update."""
     model = nn.Sequential(nn.Linear(33, 5), nn.BatchNorm1d(5))
     for restart in (False, True):
         averaged_copy = copy.deepcopy(model)
@@ -313,7 +313,7 @@ def test_the_run_goes_back_or_trains_others(tmp_path: Path) -> None:
         assert store.step == 2
 
 
-def test_other_states_are_no_averages(tmp_path: Path) -> None:
+def test_other_states_are_not_averages(tmp_path: Path) -> None:
     model = net()
     with tierstore.TierStore(tmp_path / "run", **STREAMED) as store:
         optimizer = muon.Muon(

@@ -239,7 +239,7 @@ def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
         for call in calls:
             with pytest.raises(tierstore.StoreClosedError, match="fork of the process that opened"):
                 call()
-        toy.store.close()  # Does nothing: with-blocks end in children, too.
+        toy.store.close()  # Does nothing: with-blocks also end in children.
 
     assert forked(try_everything) == 0
     toy.step()

@@ -67,7 +67,7 @@ def crash(toy: Toy) -> None:
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("call", ["close", "synchronize", "checkpoint"])
-def test_states_are_those_of_commit_or_of_the_call_that_commits(
+def test_states_come_from_commit_or_the_call_that_commits(
     call: str, asks: bool, commit_every: int | None, tmp_path: Path
 ) -> None:
     toy, loader = opened(tmp_path / "run", commit_every=commit_every)
@@ -134,7 +134,7 @@ def test_a_step_whose_predecessor_was_not_committed_is_refused(tmp_path: Path) -
         toy.step()
     toy.store.commit()
     toy.step()
-    toy.store.synchronize()  # It has asked, too.
+    toy.store.synchronize()  # It has also asked.
     toy.step()
     toy.store.register(loader=None)
     toy.step()  # There is nothing that could be a batch ahead.
@@ -444,7 +444,7 @@ def test_a_checkpoint_may_have_more_and_less_than_is_registered(tmp_path: Path) 
 
 
 def test_a_run_that_begins_is_committed_as_it_began(tmp_path: Path) -> None:
-    """The step commits that of the checkpoint when the loader is a batch ahead."""
+    """The step commits the step of the checkpoint when the loader is a batch ahead."""
     checkpoint = published(tmp_path)
     toy, loader = opened(tmp_path / "new")
     assert (toy.store.restore(checkpoint), loader.batch) == (1, 1)

@@ -74,7 +74,7 @@ def train(model: nn.Module, directory: Path | None, steps: range) -> dict[int, d
 def test_a_run_resumes_with_or_without_a_wrapper(
     wrap: Wrap, wrapped_first: bool, tmp_path: Path
 ) -> None:
-    """The result is that of a model that was never wrapped, also after a resume without a step."""
+    """The result equals a model that was never wrapped, also after a resume without a step."""
     expected = nn.Linear(3, 4)
     layers = [nn.Linear(3, 4) for _ in range(3)]
     for layer in layers:

@@ -35,7 +35,7 @@ def hyperparameters_of(checkpoint: Path, name: str) -> dict[str, Any]:
 def differences(
     checkpoint: Path, folder: Path, *, momentum: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Return by how much updates, beside weight decay, differ from those of DeepSpeed.
+    """Return by how much updates, beside weight decay, differ from updates of DeepSpeed.
 
     Args:
         checkpoint: a DCP checkpoint that was converted.

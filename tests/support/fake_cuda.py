@@ -75,7 +75,7 @@ class _Copy:
         return found
 
     def end(self) -> None:
-        """Take effect for the host, too."""
+        """Also take effect for the host."""
         self.take()
         if self.to_host:
             self.target.copy_(self.taken)
@@ -163,7 +163,7 @@ class _Event:
             self.stream.items[self.stream.taken - 1].take()
 
     def end(self) -> None:
-        """Let everything before the event take effect for the host, too."""
+        """Let everything before the event also take effect for the host."""
         while self.stream.ended < self.position:
             self.stream.ended += 1  # First: memory that is freed then may end the rest.
             self.stream.items[self.stream.ended - 1].end()
@@ -300,7 +300,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
-        """Make the device that of the thread."""
+        """Make this the device of the thread."""
         before, self._own.device = getattr(self._own, "device", None), device
         yield
         self._own.device = before

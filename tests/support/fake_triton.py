@@ -8,7 +8,7 @@ float32, int32, or int64 from 2^31 on. All operations are rounded as on a GPU, e
 - a product and a sum are joined wherever they meet, in every other launch, unless it has
   enable_fp_fusion=False; a compiler chooses;
 - a NaN has the sign and the payload that the CPU gives it;
-- conversions of floats that an integer type cannot hold are those of the CPU.
+- conversions of floats that an integer type cannot hold are as on the CPU.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ PICKLED = {"published/.metadata", "published/unpaged", "published/tierstore.json
 
 
 def assert_same_files(made: Path, golden: Path) -> None:
-    """Check that both folders have files of the same names and bytes, but for those of torch."""
+    """Check that both folders have files of the same names and bytes, except files of torch."""
     names, others = (
         {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         for folder in (golden, made)

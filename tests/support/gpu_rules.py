@@ -1,7 +1,7 @@
 """Update rules of Muon in numpy, with the roundings of torch's kernels on a GPU.
 
 All arrays are float32. The compiler of torch's kernels joins a product and a sum: fma(). Functions
-with an underscore at the end are those of ``muon.kernels.plain``, for tensors on a CPU. AdamW has
+with an underscore at the end are from ``muon.kernels.plain``, for tensors on a CPU. AdamW has
 the same bits there, so it is the rule itself.
 """
 

@@ -28,7 +28,7 @@ def converted(
         folder: of the case.
         out: the destination.
         to: its format.
-        names: whether to name the file of names, too, where no other one tells an order.
+        names: whether to name also the file of names, where no other one tells an order.
     """
     sources = sources_of(folder) if names else [folder / "checkpoint"]
     conversion = convert(sources, out, to=to, assume_model_order=True)

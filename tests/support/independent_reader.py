@@ -2,7 +2,7 @@
 
 It uses numpy, json and xxhash, and neither tierstore nor torch, so that what it gives is
 evidence that the format is what that page says. bfloat16 comes as float32 of the same value,
-and elements of which numpy has no dtype as their bytes, one more dimension at the end.
+and elements without a dtype in numpy as their bytes, one more dimension at the end.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def read_checkpoint(directory: Path) -> Content:
     """Return what tierstore published, but for what is in no page."""
     marker = unseal("checkpoint", directory / "tierstore.json")
     for name, file in marker["files"].items():
-        require("/" not in name and name not in (".", ".."), f"{name!r} is no plain name")
+        require("/" not in name and name not in (".", ".."), f"{name!r} is not a plain name")
         if name == ".metadata":
             continue  # Not needed, so it need not be there.
         data = (directory / name).read_bytes()
@@ -139,7 +139,7 @@ def read_checkpoint(directory: Path) -> Content:
 
 
 def is_marked(directory: Path, rank: int, marker: dict[str, Any]) -> bool:
-    """A mark that cannot be read, or is about another manifest, is no mark."""
+    """A mark that cannot be read, or is about another manifest, does not count."""
     try:
         body = unseal("whole", directory / f"rank-{rank:05d}.whole")
     except (FormatError, OSError, ValueError):
@@ -155,7 +155,7 @@ def unseal(kind: str, path: Path) -> dict[str, Any]:
     head, _, text = path.read_bytes().partition(b"\n")
     match = re.fullmatch(rb"tierstore (\w+) (\d+) ([0-9a-f]{32})", head)
     if match is None or match[1].decode() != kind:
-        raise FormatError(f"{path} is no {kind}")
+        raise FormatError(f"{path} is not a {kind}")
     require(int(match[2]) == VERSION, f"{path} is of version {int(match[2])}")
     require(xxhash.xxh3_128_hexdigest(text).encode() == match[3], f"{path} is damaged")
     body: dict[str, Any] = json.loads(text)

@@ -2,7 +2,7 @@
 
 The model and its gradients are whole numbers of quarters, so that plain sums say what every tensor
 must be, bit for bit. A gradient depends on the step and on the attempt, which is different in each
-process: steps of an earlier process are not confused with those of a later one.
+process: steps of an earlier and a later process are not confused.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def expected_states(step: int) -> dict[str, dict[str, np.ndarray]]:
     """Return the values after a step, as numbers that the encodings have exactly."""
     found = {}
     for name, encodings in ENCODINGS.items():
-        # float32 with 24 significant bits, of which "24bit" keeps 16.
+        # float32 with 24 significant bits; "24bit" keeps 16 bits.
         lower = 8 if encodings.get("master") == "24bit" else 0
         bits = 0x3F000000 + (numbers(name, step, 2**16) * 129 + 1 << lower) % 2**23
         values: dict[str, np.ndarray] = {"master": bits.astype(np.int32).view(np.float32)}

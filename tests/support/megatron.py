@@ -176,7 +176,7 @@ def write_torch_dist(
         root: the directory that was given to --save.
         truth: the model.
         stack: whether layers are stacked, as where all of them are equal.
-        common_file: whether what is no tensor is in common.pt, as before 2026.
+        common_file: whether values that are not tensors are in common.pt, as before 2026.
         chained: whether keys have the number of the optimizer in a chain.
         sharding: the type of the distributed optimizer; None without one.
         master: the name of masters.

@@ -10,7 +10,7 @@ import psutil
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants with -9.
 
-    Those of ``torchrun`` are in sessions of their own, so that a signal to its group does not reach
+    Descendants of ``torchrun`` have their own sessions: a signal to its group does not reach
     them. The process is stopped before they are listed: it cannot start more.
     """
     with contextlib.suppress(psutil.NoSuchProcess):

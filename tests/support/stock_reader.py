@@ -137,7 +137,7 @@ def train_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], st
 
 
 def whole(value: Any) -> Any:
-    """Copies of tensors, those of all ranks put together."""
+    """Copies of tensors, put together from all ranks."""
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):

@@ -159,7 +159,7 @@ def train_and_die(
         calls: "step", or the name of a method of the store, one after the other.
         before: kill it before this operation on this file of the storage, instead of at
             the end of the calls.
-        options: those of TierStore.
+        options: arguments of TierStore.
     """
     child = killed_processes._processes.Process(
         target=_train_and_die, args=(directory, calls, before, options)

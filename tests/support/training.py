@@ -78,7 +78,7 @@ def make_groups(
 
 
 def make_all_groups(parameters: Mapping[str, torch.Tensor], shapes: Shapes) -> list[dict[str, Any]]:
-    """Return the groups of GROUP_OPTIONS, of which some may be empty."""
+    """Return the groups of GROUP_OPTIONS. Some may be empty."""
     return _groups(parameters, shapes, GROUP_OPTIONS)
 
 

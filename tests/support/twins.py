@@ -35,9 +35,9 @@ class Twins:
     Args:
         names: the names of the parameters of each group; None for groups without names.
         algorithm: "adamw" or "muon", of all groups.
-        store: that of our optimizer.
+        store: argument of our optimizer.
         rates: the learning rate of each group.
-        nonfinite: that of our optimizer.
+        nonfinite: argument of our optimizer.
     """
 
     def __init__(

@@ -18,13 +18,13 @@ ERRORS = (errno.EIO, errno.ENOSPC)
 class Fail:
     """Has calls fail.
 
-    io_uring_enter() is not among them. It has no such errors, because those of transfers are in
-    the ring, and after any other one the process aborts.
+    io_uring_enter() is not among them. It has no such errors: errors of transfers are in the
+    ring, and after any other error the process aborts.
 
     Args:
         number: of the call, counted from 1; 0 for none.
         error: its errno.
-        lasting: whether all later calls that change something fail, too.
+        lasting: whether all later calls that change something also fail.
     """
 
     def __init__(self, number: int, error: int, *, lasting: bool = False) -> None:
@@ -51,7 +51,7 @@ def fail(
     """Have each of these calls fail in a run of its own.
 
     Returns:
-        The number of calls that failed, and that of runs that told of an error.
+        The number of calls that failed, and the number of runs that told of an error.
     """
     failed = told = 0
     for index, number in enumerate(numbers):

@@ -52,7 +52,7 @@ def count_calls(directory: Path, name: str, engine: str) -> int:
 
 def kill_twice(scratch: Path, name: str, engine: str, firsts: range, calls: int) -> int:
     """Kill a run at each of these calls, and then once more; return the number of kills."""
-    # So that second kills, too, are spread over all calls of a process.
+    # So that second kills are also spread over all calls of a process.
     stride = next(n for n in range(round(calls * 0.618), calls) if math.gcd(n, calls) == 1)
     kills = 0
     for first in firsts:

@@ -193,7 +193,7 @@ def flat_states(engine: Any, case: Case, names: dict[Any, str]) -> dict[str, tor
         own = {"master": masters[index].detach(), **optimizer.optimizer.state[group["params"][0]]}
         flat = {key: value for key, value in own.items() if torch.is_tensor(value) and value.ndim}
         if group.get("use_muon") and case.offload == "none":
-            # Each rank has the whole momentum of all parameters of which it has a part.
+            # Each rank has the whole momentum of parameters that it has a part of.
             members, start = optimizer.params_in_partition[index], 0
             momentum = flat.pop("momentum_buffer")
             for parameter in members:

@@ -272,7 +272,7 @@ def test_a_class_of_another_package(elementwise: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["RMSprop-centered", "SGD-momentum"])
 def test_a_run_in_bfloat16(case: str, tmp_path: Path) -> None:
-    """Its pages are those of Paged, and no page is of Muon."""
+    """Its pages are pages of Paged, and no page is of Muon."""
     write_run(case, tmp_path / "in", dtype=torch.bfloat16)
     convert(tmp_path / "in", tmp_path / "in.pt", to="torch")
     convert(tmp_path / "in.pt", tmp_path / "again", to="tierstore")
@@ -319,13 +319,13 @@ def test_parameters_without_names(case: str, tmp_path: Path) -> None:
 
 
 def test_a_convention_of_muon_is_of_no_use(tmp_path: Path) -> None:
-    """A convention of Muon's momentum is of no use for RMSprop and SGD."""
+    """A convention of Muon's momentum does not apply to RMSprop and SGD."""
     for case in ("RMSprop-centered", "SGD-momentum"):
         write(case, tmp_path / f"{case}.pt")
         arguments = ("convert", tmp_path / f"{case}.pt", tmp_path / "out", "--to", "dcp")
         with no_trace(tmp_path):
             code, _, error = call(*arguments, "--momentum-convention", "heavy-ball")
-        assert (code, "is of no use" in error) == (2, True)
+        assert (code, "does not apply" in error) == (2, True)
 
 
 @pytest.mark.parametrize("case", ["NAdam", "RAdam"])

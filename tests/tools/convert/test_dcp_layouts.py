@@ -92,7 +92,7 @@ def test_bare_models_of_such_names(tmp_path: Path) -> None:
     [
         (lambda model: {"generator": model}, "tensors at inner paths, such as 'generator.net"),
         (lambda model: {"a": {"model": model}, "b": {"model": model}}, "several of a kind"),
-        (lambda model: {"epoch": 3}, "hold no tensor"),
+        (lambda model: {"epoch": 3}, "have no tensor"),
     ],
 )
 def test_models_that_are_not_found_are_refused(place: Any, match: str, tmp_path: Path) -> None:

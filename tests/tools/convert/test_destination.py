@@ -265,7 +265,7 @@ def test_a_dry_run_is_refused_as_the_conversion_would_be(plain: Path, tmp_path: 
     out = tmp_path / "out"
     out.mkdir()
     code, _, error = call("convert", plain, out, "--to", "dcp", "--dry-run")
-    assert (code, "is there already" in error) == (2, True)
+    assert (code, "exists: name another one" in error) == (2, True)
 
 
 def test_a_filesystem_that_tells_no_space(

@@ -78,7 +78,7 @@ def test_weights_are_in_safetensors(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_update_is_that_of_the_source(name: str, tmp_path: Path) -> None:
+def test_the_next_update_equals_the_source(name: str, tmp_path: Path) -> None:
     converted(FIXTURES / name, tmp_path / "out", "dcp")
     found = differences(tmp_path / "out", FIXTURES / name)
     assert max({**found["adamw"], **found["muon"]}.values()) < 1e-5
@@ -235,8 +235,7 @@ def test_weights_of_fsdp_go_before_those_beside_them(
     conversion = convert(folder / "checkpoint", tmp_path / "out", to="dcp")
     assert_is_truth(tensors_in(tmp_path / "out"), folder)
     assert conversion.notes == [
-        "the weights are those of 'pytorch_model_fsdp.bin'; 'model.safetensors' beside it is not "
-        "read"
+        "weights are read from 'pytorch_model_fsdp.bin', and not from 'model.safetensors' beside it"
     ]
 
 

@@ -33,7 +33,7 @@ print(before, max(most, anonymous()))
 """
 
 
-# Makes a run with a state of this many bytes, a quarter of which is one tensor.
+# Makes a run with a state of this many bytes; one tensor is a quarter of the state.
 MAKE_RUN = """
 import sys
 import torch

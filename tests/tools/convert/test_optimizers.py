@@ -316,13 +316,13 @@ def test_a_convention_that_contradicts_the_files_is_refused(
 
 def test_a_convention_without_momentum_is_refused(tmp_path: Path) -> None:
     torch.save(make_model().state_dict(), tmp_path / "in.pt")
-    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="of no use"):
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="does not apply"):
         convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", momentum_convention="average")
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_training_goes_on_in_muon(name: str, tmp_path: Path) -> None:
-    """Our optimizer takes the state dict, and its next moments include those of the source."""
+    """Our optimizer takes the state dict, and its next moments include the source's moments."""
     write(SOURCES[name].make, tmp_path / "in.pt")
     convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
     model = make_model()

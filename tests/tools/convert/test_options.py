@@ -51,7 +51,7 @@ def test_tied_parameters_match_with_each_name(pattern: str, source: Path, tmp_pa
     assert weights_of(tmp_path / "some.pt").keys() == names
     convert(source, tmp_path / "out.pt", to="torch", only="model", exclude=[pattern])
     assert weights_of(tmp_path / "out.pt").keys() == weights_of(source).keys() - names
-    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="hold no tensor"):
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="have no tensor"):
         convert(source, tmp_path / "x", to="dcp", only="model", include=["a.*"], exclude=[pattern])
 
 
@@ -114,7 +114,7 @@ def test_a_module_of_the_name_module_keeps_it(to: str, tmp_path: Path) -> None:
 
 
 def test_parts_by_pattern_become_the_whole_again(tmp_path: Path) -> None:
-    """With the dtypes of the model, where they are not those of masters."""
+    """With the dtypes of the model where they differ from masters."""
     names = ["a.w", "b.w"]
     ours = {"step": 3, "extra": "null", "dtypes": dict.fromkeys(names, torch.bfloat16)}
     states = {name: {"exp_avg": torch.ones(2), "step": 3.0} for name in names}
@@ -240,7 +240,7 @@ def test_a_tensor_of_two_sources_is_refused(tied: bool, source: Path, tmp_path: 
         (("--to", "dcp", "--shard-size", "1GB"), "for safetensors"),
         (("--to", "safetensors", "--shard-size", "0"), "at least 1"),
         (("--to", "torch", "--bare-keys"), "is for dcp"),
-        (("--to", "torch", "--momentum-convention", "average"), "is of no use"),
+        (("--to", "torch", "--momentum-convention", "average"), "does not apply"),
     ],
 )
 def test_options_without_a_meaning(

@@ -96,7 +96,7 @@ def test_a_flipped_bit(name: str, needed: bool, tmp_path: Path) -> None:
 
 
 def test_a_part_of_what_one_checksum_covers(tmp_path: Path) -> None:
-    """Two tensors share a storage, which has one checksum: the other one is compared, too."""
+    """Two tensors share a storage, which has one checksum: the other one is also compared."""
     whole = torch.randn(2, NUMEL)
     torch.save({"model": {"a": whole[0], "b": whole[1]}}, tmp_path / "in.pt")
     convert(tmp_path / "in.pt", tmp_path / "good.pt", to="torch", include=["a"])

@@ -105,7 +105,7 @@ def test_weights_begin_a_run(
     resumed.store.close()
 
 
-def test_weights_alone_are_no_run(tmp_path: Path) -> None:
+def test_weights_alone_are_not_a_run(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "in.safetensors")
     arguments = ("convert", tmp_path / "in.safetensors", tmp_path / "run", "--to", "tierstore")
     with no_trace(tmp_path):
@@ -119,7 +119,7 @@ def test_what_is_not_carried_is_named(tmp_path: Path) -> None:
     arguments = ("convert", tmp_path / "dcp", tmp_path / "out", "--to", "safetensors")
     with no_trace(tmp_path):
         code, _, error = call(*arguments, "--strict")
-        assert (code, "the optimizer is not carried" in error) == (1, True)
+        assert (code, "not carried: the optimizer" in error) == (1, True)
     code, _, error = call(*arguments, "--only", "model", "--strict", "--dtype", "bfloat16")
     assert (code, error) == (0, "")
     expected = {
@@ -141,7 +141,7 @@ def test_filters_and_files_of_a_trainer(tmp_path: Path) -> None:
         *("--include", "[hw]*", "--exclude", "half"),
     )
     assert code == 0
-    assert error == ("tierstore: not carried: 'scheduler.pt' beside the weights is not carried\n")
+    assert error == "tierstore: not carried: 'scheduler.pt' beside the weights\n"
     assert torch.load(tmp_path / "out.pt")["model"].keys() == {"wide"}
 
 

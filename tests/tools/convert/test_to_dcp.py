@@ -191,7 +191,7 @@ def test_all_kinds_of_values_of_a_model(tmp_path: Path) -> None:
     )
     conversion = to_dcp(tmp_path / "stock", tmp_path / "out")
     (lost,) = conversion.lost
-    assert lost == ("'dataloader' is not carried: 2 values of neither the model nor its optimizer")
+    assert lost == "'dataloader': 2 values of neither the model nor its optimizer"
     expected = {
         key: value.clone() for key, value in model.state_dict().items() if key != "_extra_state"
     }
@@ -207,7 +207,7 @@ def test_all_kinds_of_values_of_a_model(tmp_path: Path) -> None:
     assert extra["tensor"].tolist() == [0, 1, 2]
     for key, tensor in state["model"].items():
         assert torch.equal(tensor.float(), expected[key].float()), key
-    with pytest.raises(tierstore.TierstoreError, match="'dataloader' is not carried"):
+    with pytest.raises(tierstore.TierstoreError, match="not carried: 'dataloader'"):
         convert(tmp_path / "stock", tmp_path / "strict", to="dcp", strict=True)
 
 

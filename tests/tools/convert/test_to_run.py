@@ -60,8 +60,8 @@ def test_stock_optimizers_resume_as_a_run(
     convert(tmp_path / "stock", tmp_path / "stock.pt", to="torch")
     conversion = convert(tmp_path / source, tmp_path / "run", to="tierstore")
     assert conversion.lost == [
-        "1 buffers or frozen tensors of the model are not carried, such as 'mean': a run holds "
-        "what an optimizer pages"
+        "1 buffers or frozen tensors of the model, such as 'mean': a run holds the parameters and "
+        "states of its optimizer"
     ]
     assert len(list((tmp_path / "run/rank-00000").glob("page-*"))) > 2
     ours = Ours(tmp_path / "run", resume=True)
@@ -172,7 +172,7 @@ def test_momentum_with_the_dtype_of_each_parameter(tmp_path: Path) -> None:
         assert_equal(store.pages.read_states(), expected)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_source_without_weights_or_optimizer_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "weights.pt")
     weight = nn.Parameter(torch.randn(5, 4))
     optimizer = torch.optim.AdamW([("w", weight)])

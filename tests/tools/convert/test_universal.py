@@ -87,7 +87,7 @@ def test_everything_is_carried(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_update_is_that_of_deepspeed(name: str, tmp_path: Path) -> None:
+def test_the_next_update_equals_deepspeed(name: str, tmp_path: Path) -> None:
     to_dcp(FIXTURES / "universal" / name, tmp_path / "out")
     assert max(differences(tmp_path / "out", ORIGINALS / name)["adamw"].values()) < 1e-5
     without = differences(tmp_path / "out", ORIGINALS / name, momentum=False)
@@ -171,7 +171,7 @@ def test_missing_model_states(copied: Callable[[str], Path], tmp_path: Path) -> 
     last.rename(tmp_path / "kept")
     damaged(folder, tmp_path, "ends before its parameters do")  # The frozen one.
     (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").rename(last)
-    refused(folder, tmp_path, r"lacks files of model states: it has those of ranks \[1\]")
+    refused(folder, tmp_path, r"lacks files of model states: it has files of ranks \[1\]")
 
 
 @pytest.mark.parametrize(

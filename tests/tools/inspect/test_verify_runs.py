@@ -262,7 +262,7 @@ def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Path:
-    """A run of two ranks, each of which owns a part."""
+    """A run of two ranks. Each rank owns a part."""
 
     def train(ranks: Ranks) -> None:
         toy = Toy(tmp_path / "two ranks", [*MODEL, [TWIN]], process_group=ranks)
@@ -288,7 +288,7 @@ def test_two_ranks(two_ranks: Path) -> None:
 
 @pytest.mark.parametrize("absent", [RANK, "rank-00001"])
 def test_an_absent_rank_is_one_fault_by_its_name(absent: str, two_ranks: Path) -> None:
-    """Neither a fault per file of the rank, nor one per parameter of which it owned a part."""
+    """Neither a fault per file of the rank, nor one per parameter that it owned a part of."""
     shutil.rmtree(two_ranks / absent)
     report = check(two_ranks)
     (fault,) = report.faults

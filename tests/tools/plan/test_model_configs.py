@@ -1,4 +1,4 @@
-"""Parameters from configs: those of transformers, with published totals; all else is refused."""
+"""Parameters from configs equal transformers and published totals; all else is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_total_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_parameters_are_those_of_transformers(name: str) -> None:
+def test_parameters_equal_transformers(name: str) -> None:
     """Names, shapes, dtypes and order; the listings were written by transformers."""
     expected = model_from_listing((LISTINGS / f"{name}.json").read_text())
     assert parameters_of(SMALL[name]).parameters == expected.parameters
@@ -65,7 +65,7 @@ def test_every_layer_is_numbered() -> None:
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_the_dtype_is_that_of_the_config(key: str, dtype: str) -> None:
+def test_the_dtype_comes_from_the_config(key: str, dtype: str) -> None:
     config = {**config_of("gpt2-124m"), key: dtype}
     assert {str(p.dtype) for p in parameters_of(config).parameters} == {f"torch.{dtype}"}
 
@@ -84,9 +84,9 @@ def changed(name: str, **changes: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         ({}, "'model_type' of the config is None.* gpt2, .*llama, .*qwen3_moe: give a listing"),
-        ({"model_type": "bert"}, "is 'bert', expected is one of deepseek_v3, "),
+        ({"model_type": "bert"}, "is 'bert', expected one of deepseek_v3, "),
         ({"model_type": ["llama"]}, "'model_type' of the config is a list"),
-        ({"model_type": "llama"}, "is missing in the config, expected is an integer"),
+        ({"model_type": "llama"}, "is missing in the config, expected an integer"),
         (changed("llama-2-7b", hidden_size="4096"), "'hidden_size' of the config is '4096'"),
         (changed("llama-2-7b", hidden_size=4096.0), "'hidden_size' of the config is 4096.0"),
         (changed("llama-2-7b", vocab_size=-1), "'vocab_size' of the config is -1"),
@@ -98,7 +98,7 @@ def changed(name: str, **changes: Any) -> dict[str, Any]:
             "'hidden_size' .* multiple of the 33 heads",
         ),
         (changed("llama-3.1-8b", num_key_value_heads=5), "is 5, .* a divisor of the 32 heads"),
-        (changed("llama-2-7b", tie_word_embeddings="no"), "is 'no', expected is true or false"),
+        (changed("llama-2-7b", tie_word_embeddings="no"), "is 'no', expected true or false"),
         (changed("llama-2-7b", torch_dtype="int8"), "'torch_dtype' .* 'int8', .* bfloat16, "),
         (changed("qwen3-0.6b", head_dim=None), "'head_dim' is missing"),
         (changed("qwen3-30b-a3b", mlp_only_layers=[1, "2"]), "is a list, .* numbers of layers"),
@@ -117,7 +117,7 @@ def test_a_wrong_value_is_refused_by_name(config: Mapping[str, Any], message: st
 
 
 def test_queries_of_deepseek_are_either_plain_or_not() -> None:
-    """Transformers takes a missing size for that of one model, and null for plain queries."""
+    """Transformers takes a missing size from one model, and null for plain queries."""
     config = config_of("deepseek-v3")
     del config["q_lora_rank"]
     with pytest.raises(PlanError, match="'q_lora_rank' is missing"):

@@ -59,8 +59,8 @@ def test_a_listing_is_a_model(listing: Any) -> None:
 @pytest.mark.parametrize(
     ("listing", "message"),
     [
-        ({}, "have 0 elements, expected are 1 to 1e.15"),
-        ({"a": 5}, "'a' with the shape 5, expected are at most 16 sizes"),
+        ({}, "have 0 elements, expected 1 to 1e.15"),
+        ({"a": 5}, "'a' with the shape 5, expected at most 16 sizes"),
         ({"a": [True]}, "'a' with the shape a list"),
         ({"a": [-1]}, "'a' with the shape a list"),
         ({"a": [1] * 17}, "'a' with the shape a list"),
@@ -72,7 +72,7 @@ def test_a_listing_is_a_model(listing: Any) -> None:
         ({"a\nb": [1]}, r"has the name 'a\\nb'"),
         ({5: [1]}, "has the name 5"),
         ({str(number): [] for number in range(2**18 + 1)}, "has 262145 parameters"),
-        ("[1]", "is a list, expected is an object"),
+        ("[1]", "is a list, expected an object"),
         ("{", "is not JSON"),
         ('{"a": [1], "a": [1]}', "is not JSON with every key once"),
         ('{"a": ' * 100_000, "nested too deep"),
@@ -98,7 +98,7 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "folder").mkdir()

@@ -63,7 +63,7 @@ def replicated() -> Plan:
 
 
 def without_times() -> Plan:
-    """A rank on the CPU, of which neither memory nor the model's own time is known."""
+    """A rank on the CPU. Neither its memory nor the model's own time is known."""
     return planned(store=SMALL)
 
 
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_said() -> None:
     assert "The run has 1,000,000,000,000 steps." in page
     assert "Activations are left out" not in page
     memory = texts_of(pictures_of(page)[0])
-    assert memory.count("limit") == 2  # Of the GPU and of the drive: that of the host is unknown.
+    assert memory.count("limit") == 2  # Of GPU and drive: the limit of the host is unknown.
     assert memory.count("above the limit") == 1
 
 

@@ -155,7 +155,7 @@ def test_paging_is_free_from_there_on() -> None:
 
 
 def test_the_time_of_a_disk_bound_step() -> None:
-    """All bytes in and out, each direction at half speed while the other is busy, too."""
+    """All bytes in and out, each direction at half speed while the other is busy."""
     slow = planned(drives="1x1TB@0.1/0.1GB/s", store=SMALL)
     footprint = slow.ranks.classes[0].footprint
     moved = footprint.step_read_bytes + footprint.step_written_bytes

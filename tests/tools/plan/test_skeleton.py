@@ -16,7 +16,7 @@ from tierstore.tools.plan.skeleton import skeleton_of
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
 
-# Last two parts of the names of matrices that are no hidden matrices.
+# Last two parts of the names of matrices that are not hidden matrices.
 OTHERS = {"embed_tokens.weight", "wte.weight", "wpe.weight", "lm_head.weight"}
 
 

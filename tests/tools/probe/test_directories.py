@@ -34,7 +34,7 @@ def small_memory_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(point)], check=True)
 
 
-def test_bytes_are_those_of_the_kernel(tmp_path: Path) -> None:
+def test_bytes_equal_the_kernel(tmp_path: Path) -> None:
     before = disk_bytes()[1]
     (result,), together = probe_directories([tmp_path], PAGE_BYTES)
     written = disk_bytes()[1] - before

@@ -91,7 +91,7 @@ def test_classes_of_torch_are_measured() -> None:
         for name, states in (("SGD", 0), ("RMSprop", 1), ("AdamW", 2)):
             shape = found[f"torch.optim.{name}"]
             assert shape[0] == 1 + states
-            # Gradient and parameter, which is written, too; master and states likewise.
+            # Gradient and parameter, which is also written; master and states likewise.
             moved = shape[2] * (3 * nbytes + 8 * (1 + states))
             assert planner.operations((name, shape, dtype)) == (0, moved)
     assert all(min(seconds) > 0 for _, seconds in rates)

@@ -41,7 +41,7 @@ def require_there(path: Path) -> None:
 
 
 def note_interrupted_reshard(run: Path) -> None:
-    """Tell on stderr where the committed step of a run is while a reshard is not complete."""
+    """Print on stderr where the committed step of a run with an incomplete reshard is."""
     from tierstore.inspection.reader import Reader
     from tierstore.inspection.run_reader import newest_commit, read_ranks
     from tierstore.run.file_names import RESHARDED_NAME

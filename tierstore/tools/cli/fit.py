@@ -83,7 +83,7 @@ def fit(
 ) -> None:
     """Find the settings with which a model trains on a machine.
 
-    Exits with 1 if none does; then the nearest machines are named on which one does.
+    If no settings fit, names the nearest machines on which some do, and exits with 1.
     """
     with exit_codes(as_json):
         from tierstore.tools.plan.families import sizes_of
@@ -169,7 +169,7 @@ def _lines(found: Fit, places: list[str]) -> Iterator[str]:
         lines = program_of(one.plan, places).splitlines()
         yield ""
         if one is first:
-            yield "# quickest: what to type, with your model, batches and loss_of"
+            yield "# quickest: the program, with your model, batches and loss_of"
             yield from lines
         else:
             yield f"# {one.title}: the same but for"

@@ -77,7 +77,7 @@ EnduranceOption = Annotated[
 ]
 UsedOption = Annotated[
     float | None,
-    typer.Option(help="Percent of it that is used already; by default as the probe found."),
+    typer.Option(help="Percent of their life that is used already; by default as the probe found."),
 ]
 
 

@@ -59,7 +59,7 @@ def screen(found: Plan) -> Iterator[str]:
 
 
 def heading(found: Plan) -> str:
-    """Return what a plan is about."""
+    """Return the model and machines of a plan."""
     count, partition = short_text(found.model.parameter_count), found.job.partition
     return plain(
         f"{found.model.name}: {count} parameters, {found.algorithm}, {found.job.describe()}, "
@@ -123,7 +123,7 @@ def _free_line(found: Plan) -> str:
 
 
 def at_least(found: Plan) -> str:
-    """Return what stands before a time that lacks the computation of the optimizer."""
+    """Return a prefix for times that lack the computation of the optimizer."""
     return "" if found.is_timed else "at least "
 
 
@@ -155,7 +155,7 @@ def wear_lines(found: Plan) -> Iterator[str]:
 
 
 def doubt_lines(found: Plan) -> Iterator[str]:
-    """Yield what is not known well, the most important first, and how far plans were from runs."""
+    """Yield uncertain inputs, the most important first, and how far plans were from runs."""
     from tierstore.tools.plan.doubts import doubts, errors_of_plans
 
     yield from doubts(found)
@@ -165,7 +165,7 @@ def doubt_lines(found: Plan) -> Iterator[str]:
 
 
 def advice(found: Plan, rates: Mapping[bool, Rates], nvme_bytes: int | None) -> Iterator[str]:
-    """Yield the options with which a job fits that does not, or the nearest machine."""
+    """Yield options that make a job fit, or the nearest machine."""
     from tierstore.tools.plan.fit import fit_job, options_of
 
     job = found.job
@@ -182,13 +182,13 @@ def advice(found: Plan, rates: Mapping[bool, Rates], nvme_bytes: int | None) -> 
 
 
 def nearest_lines(found: Fit) -> Iterator[str]:
-    """Yield the nearest machines on which a job fits that fits nowhere here."""
+    """Yield the nearest machines for a job that does not fit with any settings."""
     if found.is_worn_out:
         yield f"It fits, but wears the drives out before {found.job.steps:,} steps."
     else:
         yield "No settings make it fit on these machines."
     steps = [f"{one.change}, {seconds_text(one.step_s)} a step" for one in found.nearest]
-    yield f"It fits with {'; or with '.join(steps)}." if steps else "Larger ones were tried."
+    yield f"It fits with {'; or with '.join(steps)}." if steps else "Larger ones were also tried."
 
 
 def _whose(need: Need) -> str:

@@ -1,1 +1,1 @@
-"""From one format of checkpoints to another, in bounded memory."""
+"""Conversion of checkpoints from one format to another, in bounded memory."""

@@ -33,10 +33,10 @@ class Group:
     """A param group."""
 
     hyperparameters: Mapping[str, Any]
-    """Under the names of torch.optim; without "params" and "param_names"."""
+    """Under their names in torch.optim; without "params" and "param_names"."""
     parameters: Sequence[str]
     momentum_convention: str | None = AVERAGE
-    """Of ``momentum_buffer``: AVERAGE (kept as it is), HEAVY_BALL, or None if no file tells."""
+    """Of ``momentum_buffer``: AVERAGE (kept as it is), HEAVY_BALL, or None if not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class Unnamed:
     """Optimizers whose parameters have numbers instead of names."""
 
     shapes: Sequence[Sequence[Shape | None]]
-    """Of the parameters of each group; None where no state tells."""
+    """Shape of each parameter of each group; None if its states do not have the shape."""
     named: Callable[[Sequence[Sequence[str]]], Contents]
     """Return the contents, given the names of the parameters of each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What one source holds, or several together."""
+    """Contents of one source, or of several together."""
 
     source: str
     """The formats, for messages."""
@@ -80,7 +80,7 @@ class Contents:
     notes: Sequence[str] = ()
     """Facts that a user should know, one sentence each."""
     lost: Sequence[str] = ()
-    """What is not carried, one sentence each."""
+    """Values that are not carried, each as ``name: reason``."""
 
     @property
     def grouped(self) -> dict[str, Group]:
@@ -105,9 +105,9 @@ class Contents:
 def _without_wrappers(sources: Sequence[Contents]) -> list[Contents]:
     """Return sources without the prefixes of wrappers in names.
 
-    "module." is of a wrapper if all names of the model begin with it, whatever source they are in.
-    The names of an optimizer, and of an order alone, may have it where the model has not, or lack
-    it where the model has it.
+    "module." is the prefix of a wrapper if all names of the model in all sources begin with it.
+    The names of an optimizer, and of an order alone, may have the prefix if the model lacks it, or
+    lack the prefix if the model has it.
 
     Raises:
         CheckpointError: two names become equal.
@@ -173,18 +173,18 @@ def _renamed(contents: Contents, model: Names, optimizer: Names, order: Names) -
 def merge(
     sources: Sequence[Contents], *, optimizer: bool = True, assume_model_order: bool = False
 ) -> Contents:
-    """Return what several sources hold together, without prefixes of wrappers.
+    """Return the contents of several sources together, without prefixes of wrappers.
 
     Args:
         sources: the contents of each.
-        optimizer: whether the states are wanted; if not, those of no group are left out.
+        optimizer: whether states are wanted. If not, states without a param group are accepted.
         assume_model_order: whether the param groups of optimizers without names were filled in
             the order of the model.
 
     Raises:
         CheckpointError: a name occurs twice, also without prefixes, the sources are of different
-            steps, an optimizer state has no param group, the names of its parameters do not
-            follow, or the model lacks one of them.
+            steps, an optimizer state has no param group, the names of the parameters of an
+            optimizer cannot be found, or the model lacks a parameter.
     """
     sources = _without_wrappers(sources)
     try:
@@ -207,9 +207,9 @@ def merge(
     extra = next(iter(extras), None)
     lost = list(chain.from_iterable(source.lost for source in sources))
     if any(other != extra for other in extras):
-        lost.append("extra of one source is not carried: another source has one, too")
+        lost.append("extra of one source: another source has a different extra")
     if extra is not None and not are_states(extra):
-        lost.append("extra is not carried: it is not a dict of names and states")
+        lost.append("extra: it is not a dict of names and states")
         extra = None
     merged = Contents(
         source=" and ".join(dict.fromkeys(source.source for source in sources)),
@@ -234,13 +234,13 @@ def require_numbers(contents: Contents) -> None:
     """Refuse weights and moments that are codes; see refuse_codes().
 
     Raises:
-        CheckpointError: names the first.
+        CheckpointError: a weight or moment is a code; the message names the first.
     """
     weights = contents.weights
     for entry in contents.entries:
         weight = weights.get(entry.parameter, entry)
         is_weight = entry.state == MASTER
-        # Without groups, what is not of floats may be a buffer.
+        # Without groups, a tensor that is not of floats may be a buffer.
         is_other = is_weight and not contents.groups and not entry.dtype.is_floating_point
         is_other |= entry.shape != weight.shape and entry.state not in MOMENTS
         if entry.state == BUFFER or is_other or entry.dtype.is_complex or _is_encoded(entry):
@@ -264,14 +264,14 @@ def with_counts(contents: Contents, *, of_group: bool) -> Contents:
         of_group: leave the count in its group as well, where FusedAdam looks for it.
 
     Raises:
-        CheckpointError: there is no count.
+        CheckpointError: the source has no step count.
     """
     moments = [entry.parameter for entry in contents.entries if entry.state == _COUNTED]
     scalars, groups, taken = dict(contents.scalars), contents.grouped, set[str]()
     for name in moments:
         if STEP in scalars.get(name, {}) or name not in groups:
             continue
-        if other_rule(groups[name].hyperparameters) is not None:  # Which knows where its count is.
+        if other_rule(groups[name].hyperparameters) is not None:  # The rule has its own count.
             continue
         count = as_number(groups[name].hyperparameters.get(STEP))
         if count is None:
@@ -293,10 +293,10 @@ def with_counts(contents: Contents, *, of_group: bool) -> Contents:
 
 
 def without_first_states(contents: Contents) -> Contents:
-    """Leave out states of parameters without steps that their class makes at the first step.
+    """Leave out states of parameters without steps if their class makes them at the first step.
 
-    ASGD and Rprop take the learning rate of that step for them, and SGD with dampening steps
-    otherwise without a state.
+    ASGD and Rprop initialize these states with the learning rate of the first step. SGD with
+    dampening steps differently if a parameter has no state.
     """
     states: dict[str, set[str]] = defaultdict(set)
     for entry in contents.entries:
@@ -319,7 +319,7 @@ def without_first_states(contents: Contents) -> Contents:
 
 
 def _require_weights(contents: Contents) -> None:
-    """Refuse param groups with a parameter that the model, if there is one, does not have."""
+    """Refuse param groups with a parameter that the model lacks; without a model, accept all."""
     known = contents.weights.keys() | contents.aliases.keys()
     absent = [name for name in contents.grouped if name not in known]
     if known and absent:
@@ -374,7 +374,7 @@ def _named(sources: Sequence[Contents], *, assume_model_order: bool) -> list[Con
 
 
 def _classified(contents: Contents, *, optimizer: bool) -> Contents:
-    """Make tensors of the model that no group has buffers, if there are groups.
+    """Mark tensors of the model that no param group has as buffers, if there are groups.
 
     Raises:
         CheckpointError: a state has no group.

@@ -28,12 +28,12 @@ from tierstore.tools.convert.entries import Entry
 
 _OF_ADAM = {"exp_avg", "exp_avg_sq"}
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
-"""Name of a state of Moonlight or Motif -> that of torch.optim."""
+"""Name of a state of Moonlight or Motif -> its name in torch.optim."""
 _ERROR_BITS = "error_bits"
 
 
 _OTHER_NAMES = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
-_CONSTANTS: dict[str, Any] = {  # What their code has, and torch.optim.Muon has in its groups.
+_CONSTANTS: dict[str, Any] = {  # In their code; torch.optim.Muon has them in its groups.
     "nesterov": True,
     "ns_coefficients": (3.4445, -4.7750, 2.0315),
     "ns_steps": 5,
@@ -48,9 +48,9 @@ def standard_hyperparameters(
     """Return the hyperparameters of a group under the names of torch.optim.
 
     Args:
-        group: as its optimizer has it.
-        is_muon: whether its parameters are Muon's, in an optimizer that has others, too.
-        convention: of its momentum, which tells the rule for the learning rate.
+        group: the hyperparameters as the optimizer has them.
+        is_muon: whether its parameters are Muon's, in an optimizer that also has others.
+        convention: of its momentum. The rule for the learning rate follows from it.
     """
     group = dict(group)
     ratio = group.pop(LR_RATIO, None)
@@ -85,7 +85,7 @@ def standard_groups(
         group: hyperparameters as the optimizer has them.
         parameters: names.
         states: parameter -> the names of its states.
-        flags: parameter -> whether it is Muon's, where its state says so, as Moonlight's does.
+        flags: parameter -> whether it is Muon's, if its state says so, as in Moonlight.
     """
     for flag in dict.fromkeys(flags.get(name) for name in parameters) or [None]:
         members = [name for name in parameters if flags.get(name) == flag]
@@ -98,7 +98,7 @@ def standard_groups(
 
 
 def with_whole_values(contents: Contents) -> Contents:
-    """Return contents without bits of weights that the weights have.
+    """Leave out the error bits of flashoptim, which whole weights contain.
 
     Raises:
         CheckpointError: flashoptim has split a weight, or quantized a state.
@@ -139,7 +139,7 @@ def as_average(contents: Contents, given: str | None) -> Contents:
     }
     if given is not None and not known:
         raise CheckpointError(
-            f"--momentum-convention {given} is of no use: the sources have no {MOMENTUM} of Muon"
+            f"--momentum-convention {given} does not apply: the sources have no {MOMENTUM} of Muon"
         )
     if given is not None and known - {None, given}:
         other = next(iter(known - {None, given}))
@@ -181,20 +181,20 @@ def as_average(contents: Contents, given: str | None) -> Contents:
 
 
 def require_own_rules(contents: Contents) -> list[str]:
-    """Check that groups with the states of AdamW or Muon are of these, or tell their class.
+    """Check that groups with states of AdamW or Muon belong to AdamW or Muon, or name a class.
 
-    restore() refuses groups that tell another class than the one of the program.
+    restore() refuses groups that name another class than the optimizer of the program.
 
     Returns:
-        Notes about what the files do not tell.
+        Notes about facts that the files do not tell.
 
     Raises:
-        CheckpointError: a group is of another optimizer; names what speaks against it.
+        CheckpointError: a group is of another optimizer; the message names the key that shows it.
     """
     states: dict[str, set[str]] = defaultdict(set)
     for entry in contents.entries:
         states[entry.parameter].add(entry.state)
-    for name, parts in contents.scalars.items():  # Parts of lists, which may have nothing.
+    for name, parts in contents.scalars.items():  # Parts of lists, which may be empty.
         states[name] |= {part for part in parts if "." in part}
     unsure = []
     for group in contents.groups:
@@ -215,8 +215,8 @@ def require_own_rules(contents: Contents) -> list[str]:
     if not unsure:
         return []
     return [
-        f"{unsure[0]} ({len(unsure)} such groups) is taken as of AdamW, and does not tell it from "
-        "Adam: if it was Adam, whose weight decay is not decoupled, convert with --only model"
+        f"{unsure[0]} ({len(unsure)} such groups) is read as AdamW, but may be Adam: Adam's weight "
+        "decay is not decoupled. If it was Adam, convert with --only model"
     ]
 
 

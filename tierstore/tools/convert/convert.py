@@ -43,7 +43,7 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What a conversion did, or would do."""
+    """The result of a conversion, or of a dry run."""
 
     source: str
     """The formats of the sources."""
@@ -63,7 +63,7 @@ class Conversion:
     notes: Sequence[str]
     """Facts that a user should know."""
     lost: Sequence[str]
-    """What is not carried."""
+    """Values that are not carried, each as ``name: reason``."""
 
 
 def convert(
@@ -88,9 +88,9 @@ def convert(
 ) -> Conversion:
     """Convert a checkpoint, or several that are parts of one, to another format.
 
-    Tensors are equal bit for bit, unless their dtype or convention changes. The destination gets
-    its name after it was written, flushed, read again and compared with the source; an error or an
-    interrupt leaves nothing of it.
+    Tensors are equal bit for bit, unless their dtype or convention changes. The destination is
+    written, flushed, read again and compared with the source, and then gets its name. An error or
+    an interrupt leaves nothing of the destination.
 
     Args:
         sources: directories or files. No element of a tensor may be in two of them.
@@ -99,30 +99,29 @@ def convert(
         from_: the format of all sources; None: each is recognized.
         memory: most bytes of tensors in memory: an int, or a string such as "2GiB".
         only: "model" leaves out the optimizer and the step.
-        include: patterns as in the shell; parameters that match none of them are left out. Names
-            are those of the destination. A tied parameter matches with each of its names.
+        include: patterns as in the shell; parameters that match none of them are left out.
+            Patterns match names of the destination, and any name of a tied parameter.
         exclude: likewise; parameters that match one are left out.
-        dtype: of the weights that param groups have, or of all tensors of floats without any group.
-            In a run and for "universal", the dtype of the parameters: masters
-            stay float32.
+        dtype: of the weights that param groups have; without param groups, of all tensors of
+            floats. In a run and for "universal", the dtype of the parameters: masters stay float32.
         shard_size: about how many bytes a file of weights holds, for "safetensors".
         bare_keys: leave out "model." in the keys of the model, as torchtitan does; for "dcp".
-        momentum_convention: "average" or "heavy-ball", of Muon's momentum in the sources, where
+        momentum_convention: "average" or "heavy-ball", of Muon's momentum in the sources, if
             their files do not tell.
         assume_model_order: the param groups of optimizers that were saved without names of
-            parameters were filled in the order of the model. Files cannot prove it, and moments
-            go to other parameters if it is false.
-        strict: refuse to leave anything out that the sources hold.
-        force: replace a checkpoint at the destination, of a format that is written and with no
-            other files beside it.
-        dry_run: write nothing, and do not read the data. What would be refused is refused.
+            parameters were filled in the order of the model. Files cannot prove this. If it is
+            false, moments go to the wrong parameters.
+        strict: refuse a conversion that leaves out a value of the sources.
+        force: replace a checkpoint at the destination, if its format can be written and it has no
+            other files.
+        dry_run: write nothing and read no data, but raise the same errors about structure.
         on_progress: called with "check", "convert" or "verify", the number of bytes done,
             and of all bytes.
 
     Raises:
-        CheckpointError: the call, or the sources, make no sense; the message says what to do.
+        CheckpointError: an argument or a source cannot be used; the message says what to do.
         NotCarriedError: ``strict``, and something cannot be carried.
-        CorruptionError: a source is damaged, or the destination was not written as it should be.
+        CorruptionError: a source is damaged, or the destination differs from the source.
         StorageError: the disk is too full, or fails.
         BudgetError: ``memory`` is too small.
     """
@@ -138,7 +137,7 @@ def convert(
     _check_choice("only", only, ("model",))
     _check_choice("momentum_convention", momentum_convention, ("average", "heavy-ball"))
     if shard_size is not None and (to != "safetensors" or parse_bytes(shard_size) < 1):
-        raise CheckpointError(f"shard_size is at least 1, and for safetensors: got {shard_size}")
+        raise CheckpointError(f"shard_size must be 1 or more, for safetensors: got {shard_size}")
     if bare_keys and to != "dcp":
         raise CheckpointError(f"bare_keys is for dcp, got {to!r}")
     if not source_paths:
@@ -152,15 +151,14 @@ def convert(
     contents = _read(source_paths, from_, reading, assume_model_order=assume_model_order)
     told = contents.groups or any(entry.state == BUFFER for entry in contents.entries)
     if dtype is not None and not told:
-        note = f"no param group tells parameters from buffers: all of floats become {dtype}"
+        note = f"no param group tells parameters from buffers: all floats become {dtype}"
         contents = replace(contents, notes=[*contents.notes, note])
     if only == "model":
         contents = _only_model(contents)
     contents = _filtered(contents, include, exclude)
     if not contents.entries:
         raise CheckpointError(
-            "the sources hold no tensor that is to be converted: name other sources, or other "
-            "patterns"
+            "the sources have no tensor to convert: name other sources, or change the patterns"
         )
     contents = with_whole_values(contents)
     require_numbers(contents)
@@ -189,7 +187,8 @@ def convert(
         lost=[*contents.lost, *writer.lost],
     )
     if strict and conversion.lost:
-        raise NotCarriedError(f"{conversion.lost[0]} (and {len(conversion.lost) - 1} more)")
+        first, more = conversion.lost[0], len(conversion.lost) - 1
+        raise NotCarriedError(f"not carried: {first} (and {more} more)")
     require_room(target, writer.nbytes)
     if dry_run:
         return conversion
@@ -257,13 +256,13 @@ def _read(
 
 
 def _only_model(contents: Contents) -> Contents:
-    """Leave out the optimizer, and everything that is not of the model."""
+    """Leave out the optimizer, and all values that are not of the model."""
     entries = [entry for entry in contents.entries if entry.state in (MASTER, BUFFER)]
     return replace(contents, entries=entries, groups=(), scalars={}, step=None, extra=None)
 
 
 def _filtered(contents: Contents, include: Sequence[str], exclude: Sequence[str]) -> Contents:
-    """Leave out what patterns say.
+    """Leave out the entries that the patterns exclude.
 
     Raises:
         CheckpointError: a pattern matches nothing.
@@ -274,7 +273,7 @@ def _filtered(contents: Contents, include: Sequence[str], exclude: Sequence[str]
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CheckpointError(
-                f"no tensor of the source has a name that matches {pattern!r}: names are those of "
+                f"no tensor of the source has a name that matches {pattern!r}: use the names of "
                 "the destination, which --dry-run prints"
             )
 
@@ -345,7 +344,7 @@ def _verify(
     nbytes: int,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Read the destination again, and compare it with what the source was.
+    """Read the destination again, and compare it with the source.
 
     Raises:
         CorruptionError: a tensor is missing, or differs.
@@ -359,8 +358,8 @@ def _verify(
         one, other = expected.get(key), found.get(key)
         if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
             raise CorruptionError(
-                f"{made}: {key[1]} of {key[0]!r} was not written as it should be: this is a fault "
-                "of the converter; nothing was converted"
+                f"{made}: {key[1]} of {key[0]!r} was not written as in the source: this is a "
+                "fault of the converter; nothing was converted"
             )
     ordered = [found[key] for key in expected]
     again = _digests(
@@ -369,6 +368,6 @@ def _verify(
     for key, digest in again.items():
         if digest != digests[key]:
             raise CorruptionError(
-                f"{made}: {key[1]} of {key[0]!r} is not what was written: the disk or its memory "
+                f"{made}: {key[1]} of {key[0]!r} differs from the source: the disk or its memory "
                 "is faulty; nothing was converted"
             )

@@ -1,7 +1,7 @@
 """Format "dcp": directories of torch.distributed.checkpoint.
 
-Keys are those of ``torch.distributed.checkpoint.state_dict`` ("model.*", "optimizer.*"), or those
-of torchtitan, with the names of the model bare.
+Keys are as in ``torch.distributed.checkpoint.state_dict`` ("model.*", "optimizer.*"), or as in
+torchtitan, where names of the model have no prefix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tierstore.tools.convert.options import Options, Reading
 from tierstore.tools.convert.pipeline import Piece, bytes_of
 from tierstore.tools.convert.written_file import open_written
 
-_DATA_NAME = "__0_0.distcp"  # As DCP names the only file of the only rank.
+_DATA_NAME = "__0_0.distcp"  # The name that DCP gives to the file of a single rank.
 
 _STEP, _EXTRA = "tierstore.step", "tierstore.extra"
 
@@ -91,7 +91,7 @@ def _read(path: Path, reading: Reading) -> Contents:
     inner = next((key for key in tensors if key in model and model[key][1:]), None)
     if inner is not None and not contents.entries:
         raise CheckpointError(
-            f"{path} has tensors at inner paths, such as {inner!r}, and none of them is known as a "
+            f"{path} has tensors at inner paths, such as {inner!r}, and none of these is a known "
             f"model: save the state dict under one of {', '.join(MODELS)}"
         )
     states, scalars, lost = _optimizer_states(entries, others)
@@ -119,7 +119,7 @@ def _read(path: Path, reading: Reading) -> Contents:
 
 
 def _dtypes(path: Path) -> dict[str, torch.dtype]:
-    """Return parameter -> its dtype in the model, where a conversion has written it.
+    """Return parameter -> its dtype in the model, if a conversion has written it.
 
     Raises:
         CorruptionError: the file that has it is damaged.
@@ -212,7 +212,7 @@ def _of_model(
             try:
                 leaves[name].append((tuple(inner), entries.value(key)))
             except CheckpointError as error:
-                lost.append(f"{key!r} is not carried: {error}")
+                lost.append(f"{key!r}: {error}")
             continue
         place = frozenset(places[key])
         first = first_at.setdefault(place, name) if tensor.size.numel() else name
@@ -223,7 +223,7 @@ def _of_model(
     try:
         values = {name: nested(items) for name, items in leaves.items()}
     except (ValueError, TypeError) as error:
-        raise CorruptionError(f"{entries.path}: .metadata has paths that are no values") from error
+        raise CorruptionError(f"{entries.path}: paths of .metadata do not fit together") from error
     return Contents(source="dcp", entries=found, values=values, aliases=aliases, lost=lost)
 
 
@@ -254,7 +254,7 @@ class _Stored:
 def _optimizer_states(
     entries: StoredEntries, paths: Paths
 ) -> tuple[list[Entry], dict[str, dict[str, Any]], list[str]]:
-    """Return the tensors and other parts of the state of the optimizer, and what is not carried."""
+    """Return tensors and other parts of the optimizer state, and values that are not carried."""
     leaves: dict[str, list[tuple[EntryPath, Any]]] = defaultdict(list)
     lost = []
     for key, path in paths.items():
@@ -264,7 +264,7 @@ def _optimizer_states(
         inner = path[3:] if path[:2] == ("optimizer", "state") else ()
         inner = inner or (path_text(path).rpartition(".")[2],)
         if not is_key(inner[0]):
-            lost.append(f"{inner[0]!r} of {name!r} is not carried: no name of a state")
+            lost.append(f"{inner[0]!r} of {name!r}: not the name of a state")
             continue
         is_value = entries.tensor(key) is None or path_text(inner) in NUMBERS
         leaves[name].append((inner, entries.value(key) if is_value else _Stored(key)))
@@ -286,7 +286,7 @@ def _optimizer_states(
             elif isinstance(part, int | float) or (empty_kind(part) and state not in NUMBERS):
                 scalars[name][state] = part
             else:
-                lost.append(f"{state} of {name!r}, a {type(part).__name__}, is not carried")
+                lost.append(f"{state} of {name!r}: a {type(part).__name__} is not a state")
     return states, scalars, lost
 
 
@@ -302,9 +302,9 @@ def _groups(
     Args:
         entries: of the directory.
         paths: key -> path of all values that are not of the model.
-        order: names of parameters in the order of the model; others follow in that of the keys.
+        order: names of parameters in the order of the model; others follow in the order of keys.
         states: of the optimizer.
-        flags: parameter -> whether it is Muon's, where its state says so.
+        flags: parameter -> whether it is Muon's, if its state says so.
     """
     numbered: dict[int, list[tuple[EntryPath, Any]]] = defaultdict(list)
     by_name: dict[str, list[tuple[EntryPath, Any]]] = defaultdict(list)
@@ -345,7 +345,7 @@ def _groups(
 
 
 def _others(paths: Paths) -> Iterator[str]:
-    """Yield what is not carried of values that are not of the model or its optimizer."""
+    """Yield the values that are neither of the model nor of its optimizer."""
     known = ("optimizer.state.", "optimizer.param_groups.")
     heads = Counter(
         str(path[0]).split(".")[0]
@@ -353,7 +353,7 @@ def _others(paths: Paths) -> Iterator[str]:
         if not path_text(path).startswith(known) and key not in (_STEP, _EXTRA)
     )
     for head, count in heads.items():
-        yield f"{head!r} is not carried: {count} values of neither the model nor its optimizer"
+        yield f"{head!r}: {count} values of neither the model nor its optimizer"
 
 
 # ------------------------------------------------------------------------------- writing
@@ -373,7 +373,7 @@ class Writer:
     def __init__(self, contents: Contents, options: Options) -> None:
         self.entries: Sequence[Entry] = contents.cast_weights(options.dtype)
         self.lost: Sequence[str] = [
-            f"{part} of {name!r} is not carried: DCP has no empty dicts"
+            f"{part} of {name!r}: DCP has no empty dicts"
             for name, parts in contents.scalars.items()
             for part, value in parts.items()
             if empty_kind(value) == "dict"

@@ -43,7 +43,7 @@ from tierstore.tools.convert.torch_archive import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OLD = re.compile(r".*_mp_rank_\d+optim_states\.pt")
-# Files of parallelism that cuts parameters otherwise, and of earlier versions.
+# Files of other ways to cut parameters, and of earlier versions.
 _REFUSED = {
     "names of DeepSpeed before 0.6, of 2022,": _OLD,
     "pipeline parallelism": re.compile(r"layer_\d+-model_.*|layer_\d+-model_states\.pt"),
@@ -58,7 +58,7 @@ _MOMENTUM = "momentum_buffer"
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether a path is a directory that DeepSpeed saved, or the one of a step in it."""
+    """Return whether a path is a directory that DeepSpeed saved, or its folder of one step."""
     folder = folder_of(path, _LATEST)
     names = [] if folder is None else [child.name for child in folder.iterdir()]
     has_models = "zero" not in names and any(map(MODEL_FILE.fullmatch, names))  # Else universal.
@@ -66,7 +66,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
-    """Read the files of all ranks of one step, in one folder or in those of several nodes.
+    """Read the files of all ranks of one step, in one folder or in a folder for each node.
 
     Raises:
         CorruptionError: a file is damaged, or the files do not fit each other.
@@ -112,14 +112,13 @@ def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:
     models = by_rank(MODEL_FILE, values, paths[0])
     if not optimizers and models:
         raise CheckpointError(
-            f"{paths[0]} has no file of an optimizer: it is of ZeRO stage 0, with all in files "
-            f"of models: name the file {models[min(models)]} itself, with --from torch"
+            f"{paths[0]} has no file of an optimizer: ZeRO stage 0 saves everything with the "
+            f"model. Name the file {models[min(models)]} itself, with --from torch"
         )
     if not optimizers or sorted(optimizers) != list(range(len(optimizers))) or not models:
         raise CheckpointError(
-            f"{paths[0]} lacks files of ranks: it has those with states of ranks "
-            f"{sorted(optimizers)} and those with models of {sorted(models)}; name the folders of "
-            "all nodes"
+            f"{paths[0]} lacks files of ranks: it has states of ranks {sorted(optimizers)} and "
+            f"models of ranks {sorted(models)}; name the folders of all nodes"
         )
     ranks = []
     for number in range(len(optimizers)):
@@ -224,9 +223,9 @@ class _PartitionedGroups(EngineFiles):
         tensors: Sequence[StoredTensor],
         masters: Sequence[StoredTensor],
     ) -> bool:
-        """Return whether a rank has a state of whole parameters where it has a part of them.
+        """Return whether a state is of whole parameters, although a rank has parts of them.
 
-        So it is with Muon's momentum, unless the optimizer is offloaded: Newton-Schulz needs it.
+        Muon's momentum is, unless the optimizer is offloaded: Newton-Schulz needs whole matrices.
         """
         base = self.base(self.first)
         group = base["param_groups"][number] if isinstance(base, dict) else {}
@@ -245,7 +244,7 @@ class _PartitionedGroups(EngineFiles):
         fragments: Sequence[Mapping[str, Fragment]],
         tensors: Sequence[StoredTensor],
     ) -> list[dict[str, Fragment]]:
-        """Return where a state of whole parameters is; the first rank that has one counts."""
+        """Return where a state of whole parameters is: on the first rank that has it."""
         shapes = self.shapes[number]
         places: list[dict[str, Fragment]] = []
         seen: set[str] = set()
@@ -277,10 +276,10 @@ class _PartitionedGroups(EngineFiles):
     def _fragments(self, number: int, lean: Sequence[int]) -> list[dict[str, Fragment]]:
         """Return the fragments of each rank, by the name of the parameter.
 
-        They follow from the order of the parameters, and they are in the files, too. Both must
-        agree, except with ``round_robin_gradients``, where the files state another order than
-        that of the elements. If the files have no settings, the layout tells it: partitions that
-        begin at parameters cut none, and have other sizes.
+        The order of the parameters determines the fragments, and the files also record them. Both
+        must agree, except with ``round_robin_gradients``: the recorded order then differs from the
+        order of the elements. Without settings, the layout tells which case it is: partitions that
+        begin at parameters cut no parameter, and differ in size.
 
         Args:
             number: of the group.
@@ -326,7 +325,7 @@ class _PartitionedGroups(EngineFiles):
         return int(paddings[number]) if isinstance(paddings, list) else 0
 
     def _stated(self, rank: Rank, number: int) -> dict[str, Fragment]:
-        """Return the fragments in the file of a rank."""
+        """Return the fragments that the file of a rank records."""
         mappings = rank.optimizer.get("param_slice_mappings")
         if not isinstance(mappings, list):
             raise CorruptionError(f"{rank.file.path}: lacks param_slice_mappings")
@@ -433,12 +432,12 @@ class _PartitionedParameters(EngineFiles):
         master: StoredTensor,
         dtype: torch.dtype,
     ) -> tuple[StoredFile, torch.dtype, int]:
-        """Return the same for a subgroup that was on NVMe: its elements alone are in a file."""
+        """Return the same for a subgroup that was on NVMe, whose elements have their own file."""
         identity = master.attributes.get("ds_id")
         if not isinstance(identity, str) or not re.fullmatch(r"\d+_\d+", identity):
             raise CorruptionError(
-                f"{rank.file.path}: the elements of subgroup {number} are neither in it, nor does "
-                "it say in which file they are"
+                f"{rank.file.path}: neither has the elements of subgroup {number} nor names the "
+                "file that has them"
             )
         prefix = "" if state == MASTER else f"{state}-"
         name = f"{_SWAPPED}/rank{rank.number:02d}/{prefix}{identity}.tensor.swp"

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine saves whatever the stage: model states, param groups and their shapes."""
+"""Files of DeepSpeed's engine at every ZeRO stage: model states, param groups and their shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.tools.convert.torch_files import TIERSTORE, holds_only_plain, ten
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
-# What DeepSpeed's Muon does and its files do not say, under the names of torch.optim.Muon.
+# Settings of DeepSpeed's Muon that its files lack, under the names of torch.optim.Muon.
 _MUON = {
     "algorithm": "muon",
     "nesterov": True,
@@ -43,7 +43,7 @@ OWN = frozenset(
     | {"dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"}
     | {"ds_version", "universal_checkpoint_info", TIERSTORE}
 )
-"""Keys of a file of model states that are of the run, not of a program that uses DeepSpeed."""
+"""Keys of model states that DeepSpeed itself writes; the program wrote all others."""
 
 
 def folder_of(path: Path, latest: str) -> Path | None:
@@ -70,10 +70,10 @@ def folder_of(path: Path, latest: str) -> Path | None:
 
 @contextmanager
 def structure_errors(path: Path) -> Iterator[None]:
-    """Refuse a checkpoint if the block meets values of another kind than DeepSpeed's.
+    """Turn errors of the block about values that DeepSpeed does not write into CorruptionError.
 
     Raises:
-        CorruptionError: the block raised what such values make code raise.
+        CorruptionError: for any error but TierstoreError, OSError and MemoryError.
     """
     try:
         yield
@@ -87,13 +87,13 @@ def structure_errors(path: Path) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Rank:
-    """What one rank saved."""
+    """Values and files that one rank saved."""
 
     number: int
     reader: Reader
-    """Of the folder with the file."""
+    """Reader of the folder with the file."""
     name: str
-    """Of the file with the states."""
+    """Name of the file with the states."""
     optimizer: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
     model_file: StoredFile
@@ -126,7 +126,7 @@ def by_rank(pattern: re.Pattern[str], names: Iterable[str], path: Path) -> dict[
             )
         rank = int(match[1] or 0)
         if rank in found:
-            raise CheckpointError(f"{path} has {name} and {found[rank]}, of one rank")
+            raise CheckpointError(f"{path} has two files of one rank, {name} and {found[rank]}")
         found[rank] = name
     return found
 
@@ -160,7 +160,7 @@ def zero_settings(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``zero_optimization`` of the configuration that model states have.
 
     Returns:
-        None if they have the path of a configuration at most.
+        None if the model states have only the path of a configuration, or none.
     """
     config = model.get("ds_config")
     if not isinstance(config, dict):
@@ -170,13 +170,13 @@ def zero_settings(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 class EngineFiles(ABC):
-    """Reader of what all stages have in common. A subclass says where states are.
+    """Reader of the values that all stages have. A subclass says where states are.
 
     Args:
-        ranks: what all ranks saved, in their order.
+        ranks: all ranks, in order.
 
     Raises:
-        CorruptionError: the files are not those of DeepSpeed.
+        CorruptionError: DeepSpeed did not write the files.
     """
 
     source = "deepspeed"
@@ -194,7 +194,7 @@ class EngineFiles(ABC):
         """Name -> shape of the parameters of each flat group, in the order in the group."""
 
     def contents(self) -> Contents:
-        """Return all that the files hold.
+        """Return all contents of the files.
 
         Raises:
             CorruptionError: a file is missing, or the files do not fit each other.
@@ -259,7 +259,7 @@ class EngineFiles(ABC):
 
     @abstractmethod
     def base(self, rank: Rank) -> Any:
-        """Return what the optimizer that DeepSpeed wraps saved."""
+        """Return the state dict of the optimizer that DeepSpeed wraps."""
 
     def groups(self) -> list[Group]:
         """Return the param groups of the optimizer that DeepSpeed wraps.
@@ -271,7 +271,7 @@ class EngineFiles(ABC):
         saved = base.get("param_groups") if isinstance(base, dict) else None
         if saved is None:
             self.lost.append(
-                "an elastic checkpoint holds no hyperparameters: param groups get none"
+                "hyperparameters: an elastic checkpoint has none, and param groups get none"
             )
             return [Group(hyperparameters={}, parameters=list(group)) for group in self.shapes]
         groups = []
@@ -321,7 +321,7 @@ class EngineFiles(ABC):
             if holds_only_plain(value):
                 found[name] = value
             else:
-                self.lost.append(f"{name!r} is not carried: it has objects of unknown classes")
+                self.lost.append(f"{name!r}: it has objects of unknown classes")
         return found
 
     def _aliases(self) -> dict[str, str]:
@@ -329,7 +329,7 @@ class EngineFiles(ABC):
         return dict(shared) if isinstance(shared, dict) else {}
 
     def dtypes(self, entries: Sequence[Entry]) -> dict[str, torch.dtype]:
-        """Return the dtypes of parameters in the model where they are not those of masters."""
+        """Return the dtypes of parameters in the model that differ from the dtypes of masters."""
         module = self.first.model.get("module") or {}
         masters = {entry.parameter: entry.dtype for entry in entries if entry.state == MASTER}
         return {
@@ -339,19 +339,19 @@ class EngineFiles(ABC):
         }
 
     def _extra(self) -> dict[str, Any]:
-        """Return the plain values that the program saved, and those of the engine."""
+        """Return the plain values that the program and the engine saved."""
         model = self.first.model
         extra: dict[str, Any] = {}
         for key, value in model.items():
             if key in OWN or value is None:
                 continue
             if not are_states({key: value}):
-                self.lost.append(f"{key!r}, which the program saved, is not the name of a state")
+                self.lost.append(f"{key!r}, which the program saved: not the name of a state")
                 continue
             try:
                 tagged_json.encode(value)
             except (TypeError, ValueError, CheckpointError):
-                self.lost.append(f"{key!r}, which the program saved, is not of plain values")
+                self.lost.append(f"{key!r}, which the program saved: not a plain value")
                 continue
             extra[key] = value
         return extra
@@ -361,7 +361,7 @@ class EngineFiles(ABC):
         scale = scaler.get("cur_scale") if isinstance(scaler, Unread) else None
         if scale in (None, 1, 1.0):
             return []
-        return [f"the loss scale of fp16, {scale}, is not carried"]
+        return [f"the loss scale of fp16, {scale}"]
 
 
 def _are_shapes(group: Any) -> bool:
@@ -423,7 +423,7 @@ def run_of(file: StoredFile, tensor: StoredTensor, piece: Fragment) -> Run:
 
 
 def numbers_in(states: Mapping[str, Any], file: StoredFile) -> dict[str, float]:
-    """Return the numbers among the states of a flat group, the step count say."""
+    """Return the numbers among the states of a flat group, such as the step count."""
     found: dict[str, float] = {}
     for name, value in states.items():
         if isinstance(value, StoredTensor) and not value.shape:

@@ -61,8 +61,8 @@ def require_room(destination: Path, nbytes: int) -> None:
 def temporary_directory(destination: Path, *, exchanged: bool = False) -> Iterator[Path]:
     """Make a hidden directory beside the destination, and remove it at the end of the block.
 
-    What a killed conversion to the same destination left is removed first. An error in the block
-    also removes the parents of the destination that were made.
+    The files of a killed conversion to the same destination are removed first. An error in the
+    block also removes the parents of the destination that were made.
 
     Args:
         destination: the destination.
@@ -99,7 +99,7 @@ def _remove_empty(directory: Path) -> None:
 def _locked_directory(destination: Path) -> tuple[Path, int]:
     """Make a temporary directory; return its descriptor, which is locked while it is open.
 
-    Until it is locked, another conversion takes the directory for one that nobody has any more.
+    Until it is locked, another conversion takes the directory for the rest of a killed one.
     """
     while True:
         path = destination.with_name(f"{_prefix(destination)}{secrets.token_hex(4)}")
@@ -124,12 +124,12 @@ def _prefix(destination: Path) -> str:
 
 
 def _remove_leftovers(destination: Path) -> None:
-    """Remove temporary directories that no process has any more."""
+    """Remove temporary directories that no process uses."""
     pattern = re.compile(re.escape(_prefix(destination)) + "[0-9a-f]{8}")
     for path in destination.parent.iterdir():
         if not pattern.fullmatch(path.name) or path.is_symlink():
             continue
-        if path.is_file():  # What was replaced, see temporary_directory().
+        if path.is_file():  # A replaced file, see temporary_directory().
             path.unlink(missing_ok=True)
             continue
         try:
@@ -152,7 +152,7 @@ def make_durable(directory: Path) -> None:
     """Flush all files of a directory tree, private to the user, and drop them from the page cache.
 
     Raises:
-        StorageError: the disk is full, say.
+        StorageError: a flush fails, for example because the disk is full.
     """
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
@@ -171,15 +171,15 @@ def make_durable(directory: Path) -> None:
 
 
 def take_name(made: Path, destination: Path, old: Identity | None) -> None:
-    """Give a file or directory its final name, durably; what had the name gets the other one.
+    """Give a file or directory its final name, durably; exchange it with the one that is replaced.
 
     Args:
         made: the file or directory, in the temporary directory.
         destination: the final name.
-        old: what refuse_destination() found there, and what alone is replaced.
+        old: result of refuse_destination(). Only this file or directory is replaced.
 
     Raises:
-        CheckpointError: something else has the name now. Nothing of it is lost.
+        CheckpointError: another file has the name now. It is kept.
         RunLockedError: a process uses the run that would be replaced.
         StorageError: the disk refuses.
     """
@@ -214,7 +214,7 @@ def _taken(destination: Path) -> CheckpointError:
 
 
 def _rename_to_free(made: Path, destination: Path) -> None:
-    """Rename; FileExistsError if the destination has come into being."""
+    """Rename; FileExistsError if the destination exists by now."""
     try:
         _renameat2(made, destination, _RENAME_NOREPLACE)
     except OSError as error:
@@ -235,10 +235,10 @@ def _renameat2(one: Path, other: Path, flags: int) -> None:
 
 
 def _require_exchange(directory: Path) -> None:
-    """Refuse a filesystem on which no two names can be exchanged.
+    """Refuse a filesystem that cannot exchange two names.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the filesystem cannot.
     """
     one, other = directory / "one", directory / "other"
     for path in (one, other):
@@ -255,7 +255,7 @@ def _require_exchange(directory: Path) -> None:
 
 
 def refuse_destination(destination: Path, sources: list[Path], *, force: bool) -> Identity | None:
-    """Refuse a destination that is taken, or that has to do with a source.
+    """Refuse a destination that exists, or that contains a source or is in one.
 
     Args:
         destination: the destination.
@@ -263,7 +263,7 @@ def refuse_destination(destination: Path, sources: list[Path], *, force: bool) -
         force: whether a checkpoint that is there is replaced.
 
     Returns:
-        What is to be replaced, for take_name().
+        The file or directory to replace, for take_name().
 
     Raises:
         CheckpointError: the destination cannot be used.
@@ -273,7 +273,7 @@ def refuse_destination(destination: Path, sources: list[Path], *, force: bool) -
         one, other = source.resolve(), destination.resolve()
         if one == other or one in other.parents or other in one.parents:
             raise CheckpointError(
-                f"{destination} and the source {source} are in each other: name another destination"
+                f"{destination} contains the source {source} or is in it: name another destination"
             )
     with storage_errors("look at", destination):
         old = _identity(destination)
@@ -281,7 +281,7 @@ def refuse_destination(destination: Path, sources: list[Path], *, force: bool) -
         return None
     if not force:
         raise CheckpointError(
-            f"{destination} is there already: name another one, or pass --force to replace it"
+            f"{destination} exists: name another one, or pass --force to replace it"
         )
     refuse_to_replace(destination)
     return old

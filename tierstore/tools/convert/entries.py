@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The same, with masters for buffers: without param groups the two look the same."""
+        """The key, with MASTER for BUFFER: without param groups the two look the same."""
         return self.parameter, MASTER if self.state == BUFFER else self.state
 
     @property

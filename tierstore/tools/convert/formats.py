@@ -1,4 +1,4 @@
-"""The formats: what each is recognized by, and what reads and writes it.
+"""The formats: how each is recognized, read and written.
 
 To add a format, write a module with the functions that FORMATS names, and add a line there.
 """
@@ -38,12 +38,12 @@ class Writer(Protocol):
     entries: Sequence[Entry]
     """The entries in the order in which they are written, with the dtypes that are written."""
     lost: Sequence[str]
-    """What the format does not hold of the contents, one sentence each."""
+    """Values that the format does not hold, each as ``name: reason``."""
     nbytes: int
     """About how many bytes all files have, rather more than less."""
 
     def writing(self, directory: Path) -> AbstractContextManager[Callable[[Piece], None]]:
-        """Write to an empty directory: the block gives it all pieces of ``entries`` in order.
+        """Write to an empty directory: the block passes all pieces of ``entries`` in order.
 
         The end of the block without an error completes the files; they need not be durable.
         """

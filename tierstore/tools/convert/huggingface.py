@@ -41,9 +41,7 @@ _XLA, _SAGEMAKER = "of FSDP on XLA", "of model parallelism on SageMaker"
 _REFUSED = {
     _XLA: re.compile(r"rank\d+-of-\d+-.*"),
     _SAGEMAKER: re.compile(r"optimizer\.(pt|bin)_.*"),
-    "of PEFT, of which only weights are read (with --from safetensors)": (
-        re.compile(r"adapter_model\..*")
-    ),
+    "of PEFT (--from safetensors reads its weights)": re.compile(r"adapter_model\..*"),
 }
 _STATE = "trainer_state.json"
 
@@ -99,7 +97,7 @@ def _read(path: Path, reading: Reading) -> Iterator[Contents]:
         yield from torch_files.read_files([(reader, name) for name in optimizers], reading)
     yield from dcp.read([_folder(path, name) for name in folders], reading)
     lost = [
-        f"{name!r} beside the weights is not carried"
+        f"{name!r} beside the weights"
         for name in names
         if name.startswith(safetensors_files.TRAINER)
         and name not in (*optimizers, *folders, *of_ranks)
@@ -109,7 +107,7 @@ def _read(path: Path, reading: Reading) -> Iterator[Contents]:
         with body_errors(f"{path / _STATE}"):
             step = parse_json(reader.get(_STATE))["global_step"]
             require(is_count(step))
-        lost.append(f"{_STATE!r} is not carried, but for its step")
+        lost.append(f"{_STATE!r}, except its step")
     yield Contents(source="huggingface", step=step, notes=_unread(names, weights), lost=lost)
 
 
@@ -127,12 +125,12 @@ def _weights(names: Sequence[str]) -> list[str]:
 
 
 def _unread(names: Sequence[str], weights: Sequence[str]) -> list[str]:
-    """Return a note on each file of weights that another one is read instead of."""
+    """Return a note on each file of weights that is not read, because another one is."""
     others = [name for pattern in _WEIGHTS for name in _matching(names, pattern)]
     if weights[0].endswith(_INDEX):
         return []
     return [
-        f"the weights are those of {weights[0]!r}; {name!r} beside it is not read"
+        f"weights are read from {weights[0]!r}, and not from {name!r} beside it"
         for name in others
         if name not in weights
     ]
@@ -175,5 +173,5 @@ def _read_ranks(reader: Reader, names: Sequence[str], reading: Reading) -> Itera
 def _folder(path: Path, name: str) -> Path:
     """Return the path of a folder that is not a link."""
     if (path / name).is_symlink() or not (path / name).is_dir():
-        raise CorruptionError(f"{path / name}: is a link, or no folder")
+        raise CorruptionError(f"{path / name}: is a link, or not a folder")
     return path / name

@@ -38,9 +38,9 @@ _CONFIG = "metadata.json"
 _COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/shard_0_1"
 _ITERATION = re.compile(r"iter_\d{7,}")
 _ORDER_NOTE = (
-    "Megatron does not save the order of the parameters in the model: groups have that of the "
-    "files, by layer. What loads an optimizer by position, as torch.optim does, needs the order "
-    "of param_names"
+    "Megatron does not save the order of the parameters in the model: groups have the order of "
+    "the files, by layer. To load an optimizer by position, as torch.optim does, make its groups "
+    "in the order of param_names"
 )
 _SAVE_AGAIN = "save again with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
 
@@ -59,7 +59,7 @@ _FUSED_PART = re.compile(r".+\.(?:weight|bias)\.\w+")
 _EXPERT = re.compile(r".+\.mlp\.experts\..+")
 _EMBEDDING = re.compile(r".*\b(?:word_embeddings|output_layer)\.weight")
 
-# Names of hyperparameters in the destination, by those that Megatron has.
+# Name of a hyperparameter in Megatron -> its name in the destination.
 _ADAMW = {name: name for name in ("lr", "betas", "eps", "weight_decay")}
 _MUON = {
     **{name: name for name in ("lr", "momentum", "weight_decay", "nesterov", "ns_steps")},
@@ -68,7 +68,7 @@ _MUON = {
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether a path is a directory that Megatron saved, or the one of an iteration."""
+    """Return whether a path is a directory that Megatron saved, or its folder of an iteration."""
     if (path / _TRACKER).is_file():
         return True
     is_iteration = _ITERATION.fullmatch(path.name) is not None or (path / _CONFIG).is_file()
@@ -95,7 +95,7 @@ def _folder_of(path: Path) -> Path:
     is_known = name == "release" or _ITERATION.fullmatch(name) is not None
     if not is_known or not (path / name).is_dir():
         raise CheckpointError(
-            f"{tracker} names the iteration {text!r}, and there is no such directory beside it: "
+            f"{tracker} names the iteration {text!r}, whose directory is not beside it: "
             "name the directory of an iteration"
         )
     return path / name
@@ -131,7 +131,7 @@ def _backend(reader: Reader) -> str:
 
 @contextmanager
 def _form_errors(where: str) -> Iterator[None]:
-    """Turn the errors of the block about a value of another form into CorruptionError."""
+    """Turn errors of the block about a value of another form into CorruptionError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -146,7 +146,7 @@ def _content(reader: Reader, name: str) -> bytes:
 
 
 def _common_state(where: str, data: bytes) -> Mapping[str, Any]:
-    """Return what torch.save wrote of the values that are not tensors of the model."""
+    """Return the values that are not tensors of the model, from a file of torch.save."""
     value = read_torch_bytes(data, where)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -222,9 +222,9 @@ def _of_torch_dist(entries: StoredEntries, common: Mapping[str, Any], reading: R
     notes = []
     if len(members) > 1:
         notes.append(
-            "Megatron does not save which parameters a param group has: biases and vectors were "
-            "given the group without weight decay, and experts, embeddings and matrices of Muon "
-            "theirs, as Megatron does unless it is told otherwise"
+            "Megatron does not save which parameters a param group has. They were assigned by its "
+            "default rules: biases and vectors to the group without weight decay, and experts, "
+            "embeddings and matrices of Muon to their own groups"
         )
     return _contents(
         entries.path,
@@ -300,7 +300,7 @@ def _group_of(
     """Return the param group of a parameter, by the rules with which Megatron makes groups.
 
     Raises:
-        CheckpointError: the rules leave several, or none.
+        CheckpointError: the rules leave several groups, or none.
     """
     is_muon = MOMENTUM in states
     found = [group for group in groups if ("betas" not in group) == is_muon]
@@ -315,8 +315,8 @@ def _group_of(
     values = [_hyperparameters(group, states) for group in found]
     if not found or any(value != values[0] for value in values):
         raise CheckpointError(
-            f"{path}: {len(found)} param groups may be that of {entry.parameter!r}, and Megatron "
-            "does not save which one is: convert the weights with --only model"
+            f"{path}: {len(found)} param groups may have {entry.parameter!r}, and Megatron does "
+            "not save which one does: convert the weights with --only model"
         )
     return found[0]
 
@@ -397,7 +397,7 @@ def _of_fsdp_dtensor(entries: StoredEntries, reading: Reading) -> Contents:
 
 
 def _without_wrappers(name: str) -> str:
-    """Return a name without those of the modules that wrap a model."""
+    """Return a name without the names of modules that wrap a model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
@@ -459,10 +459,10 @@ def _item(entry: Entry, index: int, name: str) -> Entry:
 
 
 def _joined(first: Entry, second: Entry) -> Entry:
-    """Return one entry behind the other along the first dimension."""
+    """Return the concatenation of two entries along the first dimension."""
     if first.dtype != second.dtype or first.shape[1:] != second.shape[1:]:
         raise CorruptionError(
-            f"{first.state} of {first.parameter!r} and {second.parameter!r} are of other forms"
+            f"{first.state} of {first.parameter!r} and {second.parameter!r} differ in form"
         )
     rows = first.shape[0]
 
@@ -489,7 +489,7 @@ def _paired(
         reading: without the optimizer, states that fit no weight are left out.
 
     Raises:
-        CheckpointError: a state is of no weight, or of another shape.
+        CheckpointError: a state has no weight, or another shape than its weight.
     """
     weights = _by_layer({entry.parameter: entry for entry in _as_in_the_model(model)})
     found: list[Entry] = []
@@ -514,7 +514,7 @@ def _paired(
 
 
 def _by_layer(weights: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return weights in the order of the files, but those of a stack of layers by layer."""
+    """Return weights in the order of the files, but stacked layers layer by layer."""
     first: dict[str, int] = {}
     keys: dict[str, tuple[int, int, int]] = {}
     for number, name in enumerate(weights):
@@ -544,7 +544,7 @@ def _hyperparameters(group: Mapping[str, Any], states: set[str]) -> dict[str, An
 def _model_alone(
     weights: Mapping[str, Entry], states_of: Mapping[str, set[str]], others: Sequence[str]
 ) -> Contents:
-    """Return the model; what has no states is no parameter, if any has states."""
+    """Return the model. If any weight has states, weights without states are buffers."""
     entries = [
         entry if name in states_of or not states_of else replace(entry, state=BUFFER)
         for name, entry in weights.items()
@@ -589,15 +589,15 @@ def _contents(
 
 
 def _lost(keys: Sequence[str]) -> Iterator[str]:
-    """Yield what is not carried of values that are no tensors of the model or its optimizer."""
+    """Yield the values that the conversion leaves out."""
     carried = ("iteration", "optimizer", "checkpoint_version", "content_metadata", "common_state")
     extra_states = [key for key in keys if _EXTRA_STATE in key]
     heads = Counter(re.split(r"[./]", key)[0] for key in keys if _EXTRA_STATE not in key)
     for head, count in heads.items():
         if head not in carried:
-            yield f"{head!r} is not carried: {count} values of neither the model nor its optimizer"
+            yield f"{head!r}: {count} values of neither the model nor its optimizer"
     if extra_states:
         yield (
-            f"the extra state of modules is not carried, such as {extra_states[0]!r}: it is for "
-            f"matrix products in FP8 ({len(extra_states)} values)"
+            "the extra state of modules: it is for matrix products in FP8 "
+            f"({len(extra_states)} values, such as {extra_states[0]!r})"
         )

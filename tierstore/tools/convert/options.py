@@ -22,8 +22,8 @@ class Reading:
     on_progress: Callable[[int, int], None] | None = None
     """Called with the number of bytes that were checked, and of all bytes to check."""
     optimizer: bool = True
-    """Whether the optimizer is wanted. If not, a reader may leave out the states, and what it would
-    refuse of them."""
+    """Whether to read the optimizer. If not, a reader may skip the states, and errors that they
+    would cause."""
     wrapped: bool = True
     """False if names have no prefixes of wrappers, as in a new destination."""
     _readers: list[Reader] = field(default_factory=list, init=False)
@@ -37,7 +37,7 @@ class Reading:
     def compare_checksums(self) -> None:
         """Compare the data that was read with checksums of the source, unless read() did.
 
-        A checksum that is of more than what was read makes the rest of its data be read.
+        If a checksum covers more than the data that was read, the rest is read now.
 
         Raises:
             CorruptionError: a source is damaged.

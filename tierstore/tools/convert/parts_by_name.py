@@ -18,9 +18,9 @@ _TOTAL = re.compile(r"[-_]of[-_](\d+)")
 
 
 def require_all_parts(paths: Iterable[Path]) -> None:
-    """Refuse files of which others are missing.
+    """Refuse files that are parts of a checkpoint if other parts are missing.
 
-    The name of a file of a rank does not say how many there are: the others are beside it.
+    The name of a file of a rank does not say how many ranks there are: their files are beside it.
 
     Example: with ``x-00001-of-00003.bin`` alone, two files are missing; with ``rank0.pt``, the file
     ``rank1.pt`` beside it.

@@ -32,13 +32,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of a tensor."""
+    """The part of a tensor that a rank has."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     pieces: Sequence[HeldChunk]
     local_shape: tuple[int, ...] | None
-    """Of the tensor in the file of the rank; None if it may have more than the pieces."""
+    """Shape in the file of the rank; None if the file may have more than the pieces."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def fitting(where: str) -> Iterator[None]:
     """Turn errors of the block about values of other kinds into CorruptionError.
 
     Args:
-        where: the file that says what others hold.
+        where: the file that describes the others.
     """
     try:
         yield
@@ -59,11 +59,11 @@ def fitting(where: str) -> Iterator[None]:
 Path = tuple[Any, ...]
 """Keys and positions that lead to a value."""
 Describe = Callable[[Path, Sequence[Held]], Mapping[int, Part]]
-"""Return what each rank has of a tensor, given its path and the values of ranks that have it."""
+"""Return the part of a tensor on each rank, given its path and the values of the ranks."""
 
 
 def whole(held: Sequence[Held], describe: Describe, path: Path = ()) -> Any:
-    """Return the value that ranks have together.
+    """Return a value, put together from the values of all ranks.
 
     Args:
         held: the value of each rank.
@@ -74,7 +74,7 @@ def whole(held: Sequence[Held], describe: Describe, path: Path = ()) -> Any:
         CheckpointError: the parts of a tensor are not known, or not consecutive in their files.
         CorruptionError: the parts do not tile a tensor.
         ValueError, LookupError, TypeError, AttributeError, RecursionError: the values of ranks do
-            not fit each other, or what ``describe`` reads has another form; see fitting().
+            not fit each other, or a description has another form; see fitting().
     """
     first = held[0].value
     if isinstance(first, dict):
@@ -109,7 +109,7 @@ def text_of(path: Path, held: Sequence[Held]) -> str:
 
 
 def _local(value: Any) -> StoredTensor | None:
-    """Return the part of a tensor that is in a file; None if the value is no tensor."""
+    """Return the part of a tensor that is in a file; None if the value is not a tensor."""
     if isinstance(value, Unread):
         value = value.get(_LOCAL_TENSOR)
     return value if isinstance(value, StoredTensor) else None
@@ -190,7 +190,7 @@ def placement_of(kind: str, fields: Mapping[str, Any], ranks: int) -> Sharded | 
 
 
 def parts_of_dtensors(path: Path, held: Sequence[Held]) -> dict[int, Part]:
-    """Return what each rank has of a tensor, as DTensors in the files say.
+    """Return the part of a tensor on each rank, as DTensors in the files say.
 
     Raises:
         CheckpointError: several ranks have a plain tensor with dimensions, which may be whole or a
@@ -211,8 +211,8 @@ def parts_of_dtensors(path: Path, held: Sequence[Held]) -> dict[int, Part]:
         assert local is not None
         if len(held) > 1 and local.shape:
             raise CheckpointError(
-                f"{text_of(path, held)} is no DTensor and in the files of several ranks, and "
-                "nothing says whether they hold the same"
+                f"{text_of(path, held)} is not a DTensor, but is in the files of several ranks, "
+                "and nothing says whether they hold the same"
             )
         found[one.rank] = whole_part(local.shape)
     return found

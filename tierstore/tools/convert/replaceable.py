@@ -53,7 +53,7 @@ def refuse_to_replace(path: Path) -> None:
     """Refuse anything but a whole checkpoint that no process uses, of a format that is written.
 
     Raises:
-        CheckpointError: there is something else, or a file beside those of the checkpoint.
+        CheckpointError: the path is something else, or has files that a checkpoint does not have.
         RunLockedError: it is a run in use.
     """
     reason = _reason(path)

@@ -69,9 +69,9 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
     """Read files, and directories with an index or with files.
 
     Raises:
-        CorruptionError: a file is damaged, or not the one that the index names. There are no
-            checksums of data.
-        CheckpointError: a directory has files of which no index tells that they belong together.
+        CorruptionError: a file is damaged, or not the one that the index names. Data has no
+            checksums.
+        CheckpointError: a directory has several files, and no index or several.
     """
     return [_read(path, reading) for path in paths]
 
@@ -81,14 +81,10 @@ def _read(path: Path, reading: Reading) -> Contents:
         path = path.resolve()
         return read_files(Reader(path.parent), {path.name: None}, reading)
     reader = Reader(path)
-    lost = [
-        f"{name!r} beside the weights is not carried"
-        for name in reader.list()
-        if name.startswith(TRAINER)
-    ]
+    lost = [f"{name!r} beside the weights" for name in reader.list() if name.startswith(TRAINER)]
     files = _files_in(reader)
     lost += [
-        f"{name!r} is not carried: the index does not name it"
+        f"{name!r}: the index does not name it"
         for name in reader.list()
         if name.endswith(_SUFFIX) and name not in files
     ]
@@ -102,7 +98,7 @@ def read_files(
 
     Args:
         reader: of the directory.
-        files: name -> the tensors that an index says it has; None: there is no index.
+        files: name -> the tensors that the index lists for it; None without an index.
         reading: ``wrapped`` counts.
 
     Raises:
@@ -113,7 +109,7 @@ def read_files(
         found = list(_entries(reader, name))
         if expected is not None and {e.parameter for e in found} != set(expected):
             raise CorruptionError(
-                f"{reader.root / name}: does not have the tensors that the index says"
+                f"{reader.root / name}: does not have the tensors that the index lists"
             )
         entries += found
     return Contents(source="safetensors", wrapped=reading.wrapped, entries=entries)
@@ -182,7 +178,7 @@ def stored_tensors(reader: Reader, name: str) -> dict[str, StoredTensor]:
         codes = {tensor["dtype"] for tensor in tensors.values()} & _UNREAD
     if _SHARDS in metadata:
         raise CheckpointError(
-            f"{where}: says that it has shards of tensors ({_SHARDS}), and not of how many: save "
+            f"{where}: has shards of tensors ({_SHARDS}), and does not say of how many: save "
             "with HuggingFaceStorageWriter(enable_consolidation=True) of DCP"
         )
     if codes:
@@ -263,7 +259,7 @@ class Writer:
 
 
 class _Appending:
-    """Appends to one file after the other, of which one is open."""
+    """Appends to one file after the other; only one file is open at a time."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -315,13 +311,10 @@ def _header(entries: Sequence[Entry]) -> bytes:
 def _lost(contents: Contents) -> Iterator[str]:
     states = [entry for entry in contents.entries if entry.state not in (MASTER, BUFFER)]
     if states or contents.groups:
-        yield (
-            f"the optimizer is not carried, with {len(states)} tensors of state: safetensors holds "
-            "weights"
-        )
+        yield f"the optimizer, with {len(states)} tensors of state: safetensors holds weights"
     if contents.step is not None or contents.extra is not None:
-        yield "the step and extra are not carried"
+        yield "the step and extra: safetensors holds weights"
     for name in contents.values:
-        yield f"{name!r} is not carried: it is not a tensor"
+        yield f"{name!r}: it is not a tensor"
     for alias, name in contents.aliases.items():
-        yield f"the name {alias!r} of {name!r} is not carried: tied tensors are stored once"
+        yield f"the name {alias!r} of {name!r}: tied tensors are stored once"

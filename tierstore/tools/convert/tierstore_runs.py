@@ -75,7 +75,7 @@ class _Found(NamedTuple):
 
 
 def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
-    """Read the parts of a run or of a checkpoint, or those of one for each stage of a pipeline.
+    """Read the parts of a run or a checkpoint, or of one run or checkpoint per pipeline stage.
 
     Raises:
         CorruptionError: one is damaged.
@@ -251,7 +251,7 @@ def _refuse_rank_twice(ranks: Sequence[int]) -> None:
 
 
 def _require_complete(commits: Sequence[Commit], paths: Sequence[Path]) -> None:
-    """Refuse commits that are not all ranks of one commit, or leave elements out."""
+    """Refuse ranks of different commits, and commits that leave elements out."""
     first = commits[0].manifest
     for commit in commits:
         other = commit.manifest
@@ -332,7 +332,7 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         step=first.manifest.step,
         extra=committed.states or None,
         lost=[
-            f"the state {name!r} is not carried: the ranks have committed different ones"
+            f"the state {name!r}: the ranks have committed different values"
             for name in committed.unequal
         ],
     )

@@ -58,7 +58,7 @@ class Writer:
 
     Args:
         contents: what is written.
-        options: ``dtype`` is that of the parameters; masters are float32 or wider.
+        options: ``dtype`` is the dtype of the parameters; masters are float32 or wider.
 
     Raises:
         CheckpointError: a run does not hold such parameters or states.
@@ -98,8 +98,8 @@ class Writer:
         self._layouts = _lay_out(self._groups)
         self.nbytes = sum(layout.nbytes for layout in self._layouts) + 2**20
         self.lost: Sequence[str] = [
-            f"{len(names)} {what} of the model are not carried, such as {names[0]!r}: a run holds "
-            "what an optimizer pages"
+            f"{len(names)} {what} of the model, such as {names[0]!r}: a run holds the parameters "
+            "and states of its optimizer"
             for what, names in (
                 (
                     "buffers or frozen tensors",
@@ -184,7 +184,7 @@ def _cuts(
     """Return parameter of a group -> how pages cut it, as Contents.cuts has it.
 
     Raises:
-        CheckpointError: nothing tells.
+        CheckpointError: the states do not tell.
     """
     if contents.cuts.keys() >= {*group.parameters}:
         return contents.cuts
@@ -277,12 +277,12 @@ def _common_momentum_dtype(
 ) -> torch.dtype | None:
     """Return the dtype for the momentum of all parameters of a group; None: it stays as it is.
 
-    muon.Muon has one dtype for a group, or that of each parameter. DeepSpeed has several if only
-    some parameters are on NVMe.
+    muon.Muon has one dtype for a group, or the dtype of each parameter. DeepSpeed has several if
+    only some parameters are on NVMe.
 
     Args:
         by_parameter: the entries of each parameter.
-        dtypes: parameter of the group -> its dtype; None: that of its master.
+        dtypes: parameter of the group -> its dtype; None: the dtype of its master.
     """
     found = set()
     is_own = True
@@ -307,9 +307,9 @@ def _of_pages(
     Args:
         name: of the parameter.
         entries: its master and states.
-        dtype: of the parameter; None: that of its master.
+        dtype: of the parameter; None: the dtype of its master.
         momentum_dtype: see _common_momentum_dtype().
-        keeps: whether states keep their dtypes, as Muon's do, but for momentum_dtype.
+        keeps: whether states keep their dtypes, as Muon's do, except momentum_dtype.
     """
     found = {entry.state: entry for entry in entries}
     master = found.pop(MASTER, None)
@@ -337,7 +337,7 @@ def _spec(
 
     Args:
         entries: its master, then its states.
-        dtype: of the parameter; None: that of its master.
+        dtype: of the parameter; None: the dtype of its master.
         empty: name -> kind of the parts of the state that have nothing.
         cut: how pages cut it.
 
@@ -362,7 +362,7 @@ def _require_same_states(specs: Sequence[ParameterSpec]) -> None:
     for spec in specs:
         if {name for name, _ in spec.states} != {name for name, _ in specs[0].states}:
             raise CheckpointError(
-                f"parameters {specs[0].name!r} and {spec.name!r} of one group have other states: "
+                f"parameters {specs[0].name!r} and {spec.name!r} of one group differ in states: "
                 "save them in two groups, or leave one out with --exclude"
             )
 

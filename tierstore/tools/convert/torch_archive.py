@@ -30,7 +30,7 @@ _OPCODES_PER_STORAGE = 500
 
 
 def read_torch_file(reader: Reader, name: str) -> Any:
-    """Return what a file holds: plain values, StoredTensor, and stand-ins for what is not read.
+    """Return the value in a file: plain values, StoredTensor, and stand-ins for other objects.
 
     The checksums of tensors are left to Reader.compare_checksums().
 
@@ -71,7 +71,7 @@ class _Memory(File):
 
 
 def read_torch_bytes(data: bytes, where: str) -> Any:
-    """Return what the content of a small file of torch.save holds; see read_torch_file().
+    """Return the value in a small file of torch.save, given its bytes; see read_torch_file().
 
     Args:
         data: the content.
@@ -95,7 +95,7 @@ def small_tensor(tensor: StoredTensor, data: bytes) -> torch.Tensor:
 
 
 def read_pickle(data: bytes, where: str) -> Any:
-    """Return what a pickle of plain values holds; objects of any class become Unread.
+    """Return the value of a pickle of plain values; objects of any class become Unread.
 
     Args:
         data: the pickle.
@@ -126,7 +126,7 @@ def _read_whole(file: File, *, compare: bool) -> Any:
 
 
 def _read(file: File, *, compare: bool) -> Any:
-    """Return what a file holds.
+    """Return the value in a file.
 
     Args:
         file: the file.
@@ -171,20 +171,20 @@ def _read(file: File, *, compare: bool) -> Any:
 
 
 def _loaded(stream: Any, nbytes: int, storages: Storages, opcodes_max: int) -> Any:
-    """Return what a pickle holds, as load_pickle() does, after a check of its shape.
+    """Load a pickle. Refuse cycles, and values that are shared too often.
 
-    Code that looks at a value visits an item once for each way to it: a list that holds one list
-    twice, which does likewise, and so on, would take forever.
+    Code that walks a value visits an item once for each path to it. If a list holds a list twice,
+    which holds a list twice, and so on, the walk would never end.
 
     Raises:
-        CorruptionError: some values are in themselves, or in very many places at once.
+        CorruptionError: the pickle has a cycle, or values that are shared too often.
     """
     value = load_pickle(stream, nbytes, stand_ins=True, storages=storages, opcodes_max=opcodes_max)
     sizes: dict[int, int] = {}
     items = 0
 
     def size(one: Any) -> int:
-        """Return how many items are visited in a value."""
+        """Return the number of items that a walk visits."""
         nonlocal items
         if not isinstance(one, dict | list | tuple):
             return 1
@@ -196,5 +196,5 @@ def _loaded(stream: Any, nbytes: int, storages: Storages, opcodes_max: int) -> A
         return sizes[id(one)]
 
     if size(value) > 100 * items + _SHARED_MIN:
-        raise CorruptionError("has values that are in themselves, or in very many places at once")
+        raise CorruptionError("contains a reference cycle, or values that are shared too often")
     return value

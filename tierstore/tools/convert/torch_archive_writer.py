@@ -38,8 +38,8 @@ def torch_file(
     Args:
         path: of the file, which does not exist.
         entries: tensors that come in pieces.
-        value_of: returns what the file holds, with stand-ins for the tensors of entries, which it
-            gets by parameter and state. Other tensors in the value are written as they are.
+        value_of: returns the value to write, given stand-ins for the tensors of entries by
+            parameter and state. Other tensors in the value are written as they are.
     """
     with open_written(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         stream = io.BytesIO()
@@ -123,8 +123,8 @@ def _rebuilt(storage: _Storage, shape: tuple[int, ...]) -> Any:
 class _Members:
     """Members of the archive, one for each tensor, aligned as torch.save aligns them.
 
-    ``zipfile`` would compute the checksum of a piece before it writes the piece; here a thread does
-    so beside.
+    ``zipfile`` would compute the checksum of a piece before it writes the piece. Here a thread
+    computes the checksum during the write.
 
     Args:
         file: the file of the archive.

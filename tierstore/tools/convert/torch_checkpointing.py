@@ -1,7 +1,7 @@
 """Format "torch_checkpointing", read: directories of torch_checkpointing 0.1.
 
-Each rank has a file of each item, such as the model, and ``metadata.pkl`` says which part of a
-tensor is in the file of which rank. Docs: docs/internals/foreign-formats.md.
+Each rank has a file for each item, such as the model. ``metadata.pkl`` says which part of a tensor
+each file has. Docs: docs/internals/foreign-formats.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tierstore.tools.convert.rank_files import (
 from tierstore.tools.convert.torch_archive import read_pickle, read_torch_file
 
 _METADATA = "metadata.pkl"
-_FILE = re.compile(r"(.+)_(\d+)\.pt")  # As files are called where no metadata says otherwise.
+_FILE = re.compile(r"(.+)_(\d+)\.pt")  # The name of a file without metadata.
 _FIRST = "model_0.pt"
 _STEP = "step"
 _TORCH, _SAFETENSORS = ".pt", ".safetensors"
@@ -86,11 +86,11 @@ class _Item:
     files: Mapping[int, str]
     """Rank -> name."""
     geometry: Mapping[str, Any] | None
-    """Path of a tensor in the item -> what the metadata says of it; None: it says nothing."""
+    """Path of a tensor in the item -> its metadata; None without metadata."""
 
 
 def _items(reader: Reader) -> tuple[dict[str, _Item], list[str]]:
-    """Return the items of a directory by name, and what is not carried."""
+    """Return the items of a directory by name, and the values that are not carried."""
     items: dict[str, _Item] = {}
     where = f"{reader.root / _METADATA}"
     if _METADATA in reader.list():
@@ -115,13 +115,13 @@ def _items(reader: Reader) -> tuple[dict[str, _Item], list[str]]:
         if wrong is not None:
             raise CorruptionError(f"{where}: names the file {wrong!r}, which {wrong_name(wrong)}")
         if not all(name.endswith((_TORCH, _SAFETENSORS)) for name in one.files.values()):
-            lost.append(f"{item!r} is not carried: neither the model nor an optimizer")
+            lost.append(f"{item!r}: neither the model nor an optimizer")
             del items[item]
     read = {name for item in items.values() for name in item.files.values()}
     for name in reader.list():
         is_step = name.startswith(f"{_STEP}_")
         if name not in read and name != _METADATA and not is_step:
-            lost.append(f"{name!r} is not carried: neither the model nor an optimizer")
+            lost.append(f"{name!r}: neither the model nor an optimizer")
     return items, lost
 
 
@@ -166,7 +166,7 @@ def _text(path: Sequence[Any]) -> str:
 def _described(
     geometry: Mapping[str, Any], path: tuple[Any, ...], held: Sequence[Held]
 ) -> dict[int, Part]:
-    """Return what each rank has of a tensor, as metadata says."""
+    """Return the part of a tensor on each rank, as metadata says."""
     groups = geometry.get(_text(path))
     if groups is None:
         raise CheckpointError(f"{text_of(path, held)} is not in {_METADATA}")

@@ -123,7 +123,7 @@ class _Value:
 
 @dataclass(slots=True)
 class _Found:
-    """What some files hold."""
+    """Values found in some files."""
 
     reading: Reading
     models: list[_Value] = field(default_factory=list)
@@ -136,7 +136,7 @@ class _Found:
     extra: Any = None
 
     def take(self, held: _Value, where: str) -> None:
-        """Sort what one file holds."""
+        """Sort the values of one file."""
         file, value = held.file, held.value
         if not isinstance(value, dict):
             raise CheckpointError(f"{where} holds neither a state dict nor a dict of them")
@@ -179,7 +179,7 @@ class _Found:
                 self.extra = self.extra if extra is None else extra
                 self.dtypes |= dtypes_in(part) or {}
             else:
-                self.lost.append(f"{key!r} is not carried: neither the model nor an optimizer")
+                self.lost.append(f"{key!r}: neither the model nor an optimizer")
 
     def contents(self, *, optimizer: bool) -> Contents:
         """Return the contents of all files together.
@@ -246,14 +246,14 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
         }
         for key, value in stored.values.items():
             if not _is_hyperparameter(value):
-                lost.append(f"{key!r} of a param group is not carried: it has unknown objects")
+                lost.append(f"{key!r} of a param group: it has unknown objects")
         group = {k: _small(file, v) for k, v in stored.values.items() if _is_hyperparameter(v)}
         flags = {name: state["use_muon"] for name, state in states.items() if "use_muon" in state}
         found += standard_groups(group, list(states), states, flags)
         for name, values in states.items():
             numbers: dict[str, Any] = {}
             for key in itertools.filterfalse(is_key, values):
-                lost.append(f"{key!r} of {name!r} is not carried: no name of a state")
+                lost.append(f"{key!r} of {name!r}: not the name of a state")
             for key, value in parts_of({k: v for k, v in values.items() if is_key(k)}).items():
                 if key in NUMBERS and isinstance(value, StoredTensor):
                     numbers[key] = _number(file, key, value)
@@ -264,7 +264,7 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
                 elif empty_kind(value) is not None and key not in NUMBERS:
                     numbers[key] = value
                 elif key != "use_muon":
-                    lost.append(f"{key!r} of {name!r} is not carried: neither tensor nor number")
+                    lost.append(f"{key!r} of {name!r}: neither tensor nor number")
             if numbers:
                 scalars[name] = numbers
     return Contents(source="torch", entries=entries, groups=found, scalars=scalars, lost=lost)
@@ -274,7 +274,7 @@ def _number(file: StoredFile, key: str, value: Any) -> int | float:
     """Return a number in the state of a parameter.
 
     Raises:
-        CorruptionError: it is not one that a float can be; for "step", not a finite one.
+        CorruptionError: a float cannot hold it, or a "step" is not finite.
     """
     if isinstance(value, StoredTensor):
         is_one = math.prod(value.shape) == 1 and not value.dtype.is_complex
@@ -286,14 +286,14 @@ def _number(file: StoredFile, key: str, value: Any) -> int | float:
             return number
     except OverflowError:  # An int that is larger than any float.
         pass
-    raise CorruptionError(f"{file.path}: {key!r} of a parameter is not a number of its kind")
+    raise CorruptionError(f"{file.path}: {key!r} of a parameter must be a finite number")
 
 
 def _check_optimizer(value: Mapping[str, Any], file: StoredFile) -> None:
-    """Check the state dict of an optimizer, as far as its structure goes.
+    """Check the structure of the state dict of an optimizer.
 
     Raises:
-        CorruptionError: something in it is of another type than torch.optim has there.
+        CorruptionError: a value has another type than in torch.optim.
     """
     wrong = None
     for number, state in value["state"].items():
@@ -325,7 +325,7 @@ def _step_and_extra(value: Mapping[Any, Any], where: str) -> tuple[int | None, A
 
 
 def dtypes_in(ours: Any) -> dict[str, torch.dtype] | None:
-    """Return parameter -> dtype in the model, if what tierstore added to a file has them.
+    """Return parameter -> dtype in the model, if a file has the dtypes that tierstore adds.
 
     Raises:
         CheckpointError: a dtype is not one that tierstore writes.
@@ -398,7 +398,7 @@ def _has_optimizer(value: Any) -> bool:
 
 
 def _model(models: Sequence[_Value]) -> Contents:
-    """Return the contents of models; a tied tensor is the first of its names."""
+    """Return the contents of models; a tied tensor has the first of its names."""
     entries: list[Entry] = []
     values: dict[str, Any] = {}
     aliases: dict[str, str] = {}
@@ -410,10 +410,7 @@ def _model(models: Sequence[_Value]) -> Contents:
                 if holds_only_plain(value):
                     values[name] = value
                 else:
-                    lost.append(
-                        f"{name!r} is not carried: it has tensors in it, or objects of unknown "
-                        "classes"
-                    )
+                    lost.append(f"{name!r}: it has tensors in it, or objects of unknown classes")
             elif math.prod(value.shape) and first.setdefault(value, name) != name:
                 aliases[name] = first[value]
             else:
@@ -537,7 +534,7 @@ def _read_permuted(file: StoredFile, tensor: StoredTensor, order: Sequence[int])
 def _read_strided(file: StoredFile, name: str, tensor: StoredTensor, order: Sequence[int]) -> Read:
     """Return the function that reads a tensor with gaps, such as each second column.
 
-    The gaps are read, too, at most PIECE_BYTES at once.
+    The gaps are also read, at most PIECE_BYTES at once.
     """
     sizes = zip(tensor.shape, tensor.strides, strict=True)
     nbytes = (1 + sum((size - 1) * step for size, step in sizes)) * tensor.dtype.itemsize
@@ -550,7 +547,7 @@ def _read_strided(file: StoredFile, name: str, tensor: StoredTensor, order: Sequ
     numel_max = PIECE_BYTES // tensor.dtype.itemsize
 
     def fill(target: torch.Tensor, start: int) -> None:
-        """Fill a tensor in storage order, the first element of which is the start-th."""
+        """Fill a tensor in storage order, from the element at ``start`` on."""
         steps = strides[len(strides) - target.ndim :]
         numel = 1 + sum((n - 1) * step for n, step in zip(target.shape, steps, strict=True))
         if numel > numel_max:

@@ -91,7 +91,7 @@ def match_distinct(
         tensors: name and shape of the tensors of the model, in any order.
 
     Raises:
-        CheckpointError: a parameter has no shape, or another number of tensors than one has it.
+        CheckpointError: a parameter has no shape, or not exactly one tensor has its shape.
     """
     names: dict[Shape, list[str]] = defaultdict(list)
     for name, known in tensors:

@@ -50,7 +50,7 @@ MASTERS, STEP = "fp32", "step"
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether a path has a file ``latest_universal``, or is a folder that one names."""
+    """Return whether a path has a file ``latest_universal``, or is a folder named in one."""
     folder = folder_of(path, LATEST)
     return folder is not None and (folder / OPTIMIZER_FILE).is_file()
 
@@ -70,7 +70,7 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 
 
 def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
-    """Read what is not of a single parameter."""
+    """Read the files that are not of a single parameter."""
     reader = reading.reader(folder_of(path, LATEST) or path)
 
     def read_file(name: str) -> Mapping[str, Any]:
@@ -78,12 +78,12 @@ def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
 
     optimizer = read_file(OPTIMIZER_FILE)
     names = [name for name in reader.list() if MODEL_FILE.fullmatch(name)]
-    if WHOLE_MODEL_FILE in names:  # Has all that the others have.
+    if WHOLE_MODEL_FILE in names:  # Has everything that the others have.
         names = [name for name in names if name.startswith("mp_rank_")]
     models = by_rank(MODEL_FILE, names, path)
     if not models or sorted(models) != list(range(len(models))):
         raise CheckpointError(
-            f"{path} lacks files of model states: it has those of ranks {sorted(models)}"
+            f"{path} lacks files of model states: it has files of ranks {sorted(models)}"
         )
     ranks = [
         Rank(
@@ -122,7 +122,7 @@ class _Files(EngineFiles):
 
     @override
     def states_of(self, rank: Rank, number: int) -> Mapping[str, Any]:
-        """Return what stage 3 has in the common file: its states are of one rank only."""
+        """Return the states in the common file; with stage 3 they are of one rank only."""
         inner = rank.optimizer.get("optimizer_state_dict")
         states = inner.get("state") if isinstance(inner, dict) else None
         found = states.get(number) if isinstance(states, dict) else None
@@ -186,7 +186,7 @@ class _Files(EngineFiles):
 
         Raises:
             CheckpointError: the tensor is not the whole parameter.
-            CorruptionError: there is no tensor.
+            CorruptionError: the file has no tensor.
         """
         value = self._value(parameter, name)
         path = self._path(parameter, name)

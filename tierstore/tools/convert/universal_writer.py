@@ -42,7 +42,7 @@ from tierstore.tools.convert.universal import (
 )
 
 _VERSION = "0.19.8"
-"""Of DeepSpeed: the layout is the one that it reads."""
+"""The version of DeepSpeed that reads this layout."""
 _STATES = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAME_BYTES_MAX = 255
@@ -55,7 +55,7 @@ class Writer:
 
     Args:
         contents: what is written.
-        options: ``dtype`` is that of the parameters in the model; masters are float32.
+        options: ``dtype`` is the dtype of the parameters in the model; masters are float32.
 
     Raises:
         CheckpointError: DeepSpeed would not load such parameters or states.
@@ -94,7 +94,7 @@ class Writer:
         self._others = [entry for entry in contents.entries if entry.state == BUFFER]
         self.entries: Sequence[Entry] = [*self._trained, *self._others]
         self.lost: Sequence[str] = [
-            f"{state!r} of {name!r} is not carried: DeepSpeed has no such state"
+            f"{state!r} of {name!r}: DeepSpeed has no such state"
             for name, numbers in contents.scalars.items()
             for state in numbers
             if state != STEP
@@ -104,7 +104,7 @@ class Writer:
 
     @contextmanager
     def writing(self, directory: Path) -> Iterator[Callable[[Piece], None]]:
-        """Write a file for each state of each parameter, then those of the engine."""
+        """Write a file for each state of each parameter, then the files of the engine."""
         tag = f"global_step{self._global_step()}_universal"
         (directory / LATEST).write_text(tag)
         folder = directory / tag
@@ -140,11 +140,11 @@ class Writer:
         return torch.tensor(self._step, dtype=torch.float32, device="cpu")
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return what stages 1 and 2 read (PARAM_GROUPS), and what stage 3 does (the inner dict).
+        """Return the state for stages 1 and 2 (PARAM_GROUPS) and for stage 3 (the inner dict).
 
-        Stage 3 gives all groups the hyperparameters of the first one, and all subgroups one object
-        as their step. So there is only what is equal in all groups; and a number, since a tensor
-        would be counted once for each subgroup. torch.optim needs a tensor.
+        Stage 3 gives all groups the first hyperparameters: only values that are equal in all groups
+        are written. It gives all subgroups the same step object: the step is a number, because each
+        subgroup would count up the same tensor. torch.optim needs a tensor.
         """
         groups = [plain_hyperparameters(group) for group in self._contents.groups]
         # Keys of torch.optim; "algorithm" is of muon.Muon.
@@ -167,7 +167,7 @@ class Writer:
         }
 
     def _model_states(self, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-        """Return what the engine reads of the run itself.
+        """Return the values that the engine reads of the run itself.
 
         Args:
             tensors: stand-ins for buffers and frozen parameters.
@@ -204,7 +204,7 @@ def _step_of(contents: Contents) -> float:
     counts = {name: contents.scalars.get(name, {}).get(STEP) for name in contents.grouped}
     name = next(iter(counts))
     if MOMENTUM in {entry.state for entry in contents.entries}:
-        return 0.0  # Is refused with a better reason.
+        return 0.0  # Refused later, with a better reason.
     for other, count in counts.items():
         if count is None:
             raise CheckpointError(
@@ -214,7 +214,7 @@ def _step_of(contents: Contents) -> float:
         if count != counts[name]:
             raise CheckpointError(
                 f"{name!r} had {counts[name]:g} steps and {other!r} {count:g}, and DeepSpeed has "
-                "one count for all: leave out those of the other count with --exclude"
+                "one count for all: leave out the parameters of the other count with --exclude"
             )
     return float(counts[name] or 0.0)
 
@@ -283,7 +283,7 @@ class _Files:
         self._put(piece)
 
     def finish(self) -> None:
-        """Write the files of which no piece came, since they have no elements."""
+        """Write the files without elements, for which no piece came."""
         for file in self._files:
             self._begin(file)
         self._stack.close()

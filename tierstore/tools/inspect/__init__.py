@@ -1,1 +1,1 @@
-"""What a run or a checkpoint contains, and whether all of it is as it was written."""
+"""Content and verification of runs and checkpoints."""

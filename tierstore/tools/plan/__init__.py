@@ -1,1 +1,1 @@
-"""Answers about a training run before it begins, from the shapes of a model without its weights."""
+"""Plans of training runs, from the shapes of a model without its weights."""

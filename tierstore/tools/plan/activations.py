@@ -1,8 +1,8 @@
 """Activations of one forward and backward, estimated from the shapes of the parameters.
 
-For each token a matrix has inputs and outputs. What a layer keeps for backward, and what backward
-makes beside it, are multiples of their number, which were counted for models of Llama's kind whose
-attention keeps no scores; see docs/internals/benchmarks.md "Activations".
+A matrix has inputs and outputs for each token. The elements that a layer keeps for backward, and
+the elements that backward adds, are multiples of their number. The factors were counted for models
+like Llama whose attention keeps no scores; see docs/internals/benchmarks.md "Activations".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tierstore.tools.plan.models import Model, ModelParameter, layer_of
 _KEPT = 1.33
 """Elements that a layer keeps for backward, for each input and output of its matrices."""
 _IN_BACKWARD = 1.83
-"""Elements that exist at once while backward goes through one layer, what it keeps included."""
+"""Elements that exist at once while backward goes through one layer, the kept ones included."""
 _OF_LOGIT = 3
 """Numbers in float32 or wider for each logit: its value, its logarithm, and its gradient."""
 

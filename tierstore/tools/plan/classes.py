@@ -183,7 +183,7 @@ def _class_of(algorithm: str) -> Class:
         found: Class = getattr(importlib.import_module(module), name)
     except Exception as error:  # A module may raise anything while it is imported.
         raise ValueError(
-            f"{algorithm} cannot be imported ({type(error).__name__}: {error}), expected is a "
+            f"{algorithm} cannot be imported ({type(error).__name__}: {error}), expected a "
             "module and its class, such as torch.optim.Adam: install its package"
         ) from error
     return found

@@ -16,7 +16,7 @@ SIZE_MAX = 2**24
 
 
 def shown(value: object) -> str:
-    """Return a value of JSON for a message, of which a part is enough."""
+    """Return a value of JSON for a message, shortened."""
     if isinstance(value, str):
         return repr(value[:60])
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -39,7 +39,7 @@ class Config:
             "is missing in the config" if value is None else f"of the config is {shown(value)}"
         )
         return PlanError(
-            f"{key!r} {is_value}, expected is {expected}: "
+            f"{key!r} {is_value}, expected {expected}: "
             "take the config.json that belongs to the model"
         )
 

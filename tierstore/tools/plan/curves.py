@@ -10,7 +10,7 @@ from tierstore.tools.plan.step import formula_of
 
 _POINTS = 12
 _MARGIN = 4.0
-"""The first curve goes from this part of its smallest mark to this multiple of its largest one."""
+"""The first curve goes from its smallest mark divided by this to its largest mark times this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ _CHANGE = 0.05
 
 
 def doubts(found: Plan) -> Iterator[str]:
-    """Yield sentences on the inputs of a plan that are not measured, what matters most first."""
+    """Yield sentences on the inputs of a plan that are not measured, the most important first."""
     effects = []
     now_s, model_s = found.time.seconds, found.model_s or 0.0
     if found.is_timed and now_s:

@@ -92,12 +92,12 @@ class Wear:
 
 
 def wear_of(drives: Drives, *, step_bytes: float, step_s: float, used: float = 0.0) -> Wear:
-    """Return how fast steps wear drives, which write as many bytes as the store writes to them.
+    """Return how fast steps wear drives. Drives write as many bytes as the store writes to them.
 
-    Pages are written in whole, in megabytes at a time, so that drives hardly move data themselves.
+    Pages are written whole, megabytes at a time, so drives hardly move data themselves.
 
-    Example: 8e9 parameters of which a step writes 6 bytes each, every 10 s, are 415 TB a day. One
-    drive of 3.84 TB rated at 1 DWPD is written 108 times a day, and lasts 17 days.
+    Example: writing 6 bytes for each of 8e9 parameters every 10 s is 415 TB a day. One drive of
+    3.84 TB rated at 1 DWPD is written 108 times a day, and lasts 17 days.
 
     Args:
         drives: the drives of the node.

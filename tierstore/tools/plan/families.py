@@ -1,4 +1,4 @@
-"""Models by name: families of published models, with what their ``config.json`` says of shapes."""
+"""Models by name: families of published models, with the sizes in their ``config.json``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _DENSE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, tuple[Any, ...]]]] = 
         },
     ),
 }
-"""Family -> what all its sizes have, and the values of ``_GROUPED`` of each size."""
+"""Family -> values that all sizes share, and the values of ``_GROUPED`` of each size."""
 
 _OTHERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "deepseek": {
@@ -110,7 +110,7 @@ def sizes_of(family: str) -> list[str]:
     if known in _OTHERS:
         return list(_OTHERS[known])
     raise PlanError(
-        f"{family!r} is not a family of models that is known, expected is one of "
+        f"{family!r} is not a known family of models, expected one of "
         f"{', '.join(families())}: give a config.json or a listing of parameters"
     )
 

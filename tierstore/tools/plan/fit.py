@@ -63,7 +63,7 @@ class Nearest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The answer to what makes a job run."""
+    """Result of fit_job(): plans that fit, or the nearest machines."""
 
     model: Model
     job: Job
@@ -86,8 +86,8 @@ def fit_job(
 ) -> Fit:
     """Return the settings with which a job runs.
 
-    All settings of a store are searched, and where gradients, parameters and steps are, states in
-    fewer bytes, micro-batches, and layers and logits that are computed again. Of those that fit,
+    The search covers the settings of a store, the places of gradients, parameters and steps, states
+    in fewer bytes, micro-batches, and recomputation of layers and logits. Of the settings that fit,
     three are planned in full: the quickest step, the least memory, and the fewest bytes written.
 
     Args:
@@ -197,7 +197,7 @@ class _Fitting:
     def _plan(self, job: Job) -> Plan | None:
         try:
             return self._planners[job.steps_on_gpu].plan(job)
-        except BudgetError:  # Pages are larger than the search took them to be.
+        except BudgetError:  # Pages are larger than the search assumed.
             return None
 
     def better(self, job: Job, settings: Sequence[Setting]) -> list[Nearest]:
@@ -207,7 +207,7 @@ class _Fitting:
         return [one for one in found if one.step_s * _GAIN < now][:_NEAREST]
 
     def nearest(self, job: Job) -> list[Nearest]:
-        """Return the nearest changes of the machines with which a job fits."""
+        """Return the smallest changes of the machines with which a job fits."""
         found, others = list[Nearest](), list[list[Change]]()
         for changes in _changes(job):
             alone = list(self._first(job, changes))
@@ -331,7 +331,7 @@ def _quickest(settings: Sequence[Setting]) -> Setting:
 
 
 def _about(value: float) -> int:
-    """Return the same number for values that differ by less than _GAIN, mostly."""
+    """Return the same number for most values that differ by less than _GAIN."""
     return math.floor(math.log(max(1.0, value), _GAIN))
 
 

@@ -1,6 +1,6 @@
 """Footprint: the pages, files, memory and disk traffic of one rank of a run that does not exist.
 
-Pages, tiers and buffers are what the store itself would choose: its own code is asked.
+The code of the store itself chooses pages, tiers and buffers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes that a run takes of one rank. All parameters have gradients in every step."""
+    """Bytes that a run takes on one rank. All parameters have gradients in every step."""
 
     options: StoreOptions
     layouts: Sequence[PageLayout] = field(repr=False)
@@ -95,7 +95,7 @@ class Footprint:
     host_bytes: int
     """``Stats.host_bytes_peak``: buffers, pages in host memory, mirrors."""
     device_bytes: int
-    """``Stats.device_bytes_peak``: pages on the device, and those that are stepped there."""
+    """``Stats.device_bytes_peak``: pages on the device, and pages that are stepped there."""
 
     @property
     def pages(self) -> list[tuple[PageLayout, Tier]]:
@@ -183,10 +183,10 @@ def footprint_of(
     parameters_on_gpu: bool = False,
     steps_on_gpu: bool = False,
 ) -> Footprint:
-    """Return what a run takes of one rank.
+    """Return the footprint of a run on one rank.
 
     Args:
-        subgroups: of subgroups_of().
+        subgroups: result of subgroups_of().
         options: the arguments of the store.
         world_size: number of ranks.
         rank: the rank.

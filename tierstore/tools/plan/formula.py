@@ -4,7 +4,7 @@ Pages pass through lanes in turn: read, check, copy to the GPU, gather, compute,
 copy back, seal, write. The lanes work at the same time on different pages, so a sweep takes as long
 as the slowest lane needs for all pages, and one page of each other lane to fill and to empty the
 pipeline. Phases follow each other, since buffers let the drives run only a few pages ahead of the
-computation or behind it. A commit adds what is not durable when the next step wants to
+computation or behind it. A commit adds the time until it is durable, if the next step waits to
 write.
 """
 
@@ -29,7 +29,7 @@ _READ_AHEAD = 2 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWork:
-    """Cost of one page in a step, on one rank; of nothing if the rank owns nothing of it."""
+    """Cost of one page in a step, on one rank; zero if the rank owns nothing of the page."""
 
     read_bytes: float
     """Bytes read before the page is stepped; 0 for a page that rests in memory."""
@@ -42,9 +42,9 @@ class PageWork:
     phase: int = 0
     """Pages of a phase follow each other, and equal pages are spread evenly over it."""
     check_s: float = 0.0
-    """Seconds of one thread to check what was read."""
+    """Seconds of one thread to check the bytes that were read."""
     seal_s: float = 0.0
-    """Seconds of one thread for the checksums of what is written."""
+    """Seconds of one thread for the checksums of the bytes that are written."""
     copy_in_s: float = 0.0
     """Seconds to copy the page, gradients and parameters to where it is stepped."""
     copy_out_s: float = 0.0
@@ -58,7 +58,7 @@ class PageWork:
     rests: bool = False
     """True for a page that stays in memory: it needs no buffer and is written for commits only."""
     added_bytes: float = 0
-    """Bytes that a commit adds to what was written: values of parameters that no step writes."""
+    """Bytes that only commits write: values of parameters that no step writes."""
     add_s: float = 0.0
     """Seconds of the thread to copy them from the GPU."""
     added_seal_s: float = 0.0
@@ -88,7 +88,7 @@ class DiskRates:
                 raise PlanError(f"the rate {name!r} of a disk must be above 0, got {rate!r}")
 
     def scaled(self, factor: float) -> DiskRates:
-        """Return the rates of so much of these drives, or of more of them."""
+        """Return the rates times a factor, for a part or a multiple of these drives."""
         return DiskRates(
             read=self.read * factor,
             write=self.write * factor,
@@ -97,7 +97,7 @@ class DiskRates:
         )
 
     def seconds(self, read_bytes: float, write_bytes: float) -> tuple[float, float]:
-        """Return how long reads and writes take that begin at once; the longer one is both."""
+        """Return the seconds of reads and of writes that begin at once; the larger covers both."""
         both = min(read_bytes / self.mixed_read, write_bytes / self.mixed_write)
         return (
             both + (read_bytes - both * self.mixed_read) / self.read,
@@ -110,7 +110,7 @@ class RankWork:
     """The pages of a rank and its part of a disk."""
 
     pages: Sequence[PageWork]
-    """In the order of the sweep; all ranks have as many."""
+    """In the order of the sweep; all ranks have the same number."""
     rates: DiskRates
     buffers: int
     """Number of buffers of the pool."""
@@ -118,7 +118,7 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """What all ranks have in common."""
+    """Settings that all ranks share."""
 
     commit_every: int | None = 1
     """Steps from one commit to the next; None: no commit."""
@@ -129,7 +129,7 @@ class StepRules:
     window: int = 1
     """Most pages that are stepped at once."""
     checksum_threads: int = 1
-    """Threads that check what was read, and as many for what is written."""
+    """Threads that check reads, and as many for writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class _Sums:
     """Sums over some pages of a rank."""
 
     pages: float = 0
-    """Pages that the rank owns, or meets others at."""
+    """Pages that the rank owns, or exchanges with other ranks."""
     buffered: float = 0
     """Pages among them that pass through the pool."""
     compute: float = 0.0
@@ -214,7 +214,7 @@ class StepFormula:
     def step(self, model_s: float) -> StepTime:
         """Return the step with some seconds of forward and backward.
 
-        Backward is as long as the copies of the gradients that leave in it.
+        Backward takes at least as long as the copies of gradients that leave during backward.
         """
         rules = self._rules
         gradients_s = max(rank.gradients_s for rank in self._ranks)
@@ -281,7 +281,7 @@ class _Rank:
         return sums
 
     def _first_read_s(self, pages: Sequence[PageWork]) -> float:
-        """Return the seconds until the first page that is read is there, less those before it."""
+        """Return the wait for the first page that is read, less the computation before it."""
         before = 0.0
         for page in pages:
             if page.read_bytes:
@@ -290,7 +290,7 @@ class _Rank:
         return 0.0
 
     def _in_lanes(self, sums: _Sums, *, in_memory: bool = False) -> tuple[float, float]:
-        """Return the slowest lane but drives and checksums, and one page of each other lane."""
+        """Return the slowest lane except drives and checksums, and one page of each other lane."""
         lanes = list(self._lane_sums(sums, in_memory=in_memory))
         slowest, page_s = max(lanes)
         return slowest, sum(one for _, one in lanes) - page_s
@@ -299,17 +299,17 @@ class _Rank:
         """Yield the seconds of each lane for all pages, and for one of them."""
         count, window = max(1, sums.pages), self._rules.window
         network = 2 * sums.gather + sums.spread
-        if window == 1:  # Nothing of a page overlaps with another page.
+        if window == 1:  # Pages do not overlap.
             yield sums.compute + network, (sums.compute + network) / count
         else:
             yield sums.compute, sums.compute / count
-            last = min(window, count) * sums.spread  # Those of the last pages are not hidden.
+            last = min(window, count) * sums.spread  # The last pages do not overlap.
             yield network, (2 * sums.gather + last) / count
         if not in_memory:
             yield sums.copy_in, sums.copy_in / count
 
     def _slowest(self, sums: _Sums) -> float:
-        """Return the slowest lane but drives for all pages."""
+        """Return the slowest lane except drives, for all pages."""
         threads = self._rules.checksum_threads
         slowest, _ = self._in_lanes(sums)
         return max(slowest, sums.copy_out, sums.check / threads, sums.seal / threads)
@@ -322,7 +322,7 @@ class _Rank:
         Args:
             model_s: of forward and backward.
             commits: whether the step commits.
-            to_end: whether to wait for the last writes, which else pass beside the next step.
+            to_end: whether to wait for the last writes, which otherwise overlap the next step.
         """
         rates = self._rates
         lanes = [self._slowest(sums) for sums in self._phases]
@@ -364,15 +364,15 @@ class _Rank:
         return seconds
 
     def step_s(self, model_s: float, *, commits: bool = False) -> float:
-        """Return the seconds of a step, without those until it is durable."""
+        """Return the seconds of a step, without the time until it is durable."""
         swept_s = model_s + self._sweep_s(model_s, commits=commits) + self._fill_s
         return max(swept_s, max(self._rates.seconds(self._all.read, self._all.write)))
 
     def commit_s(self, model_s: float, plain_s: float) -> float:
-        """Return what a commit adds to a step: no page is written before it is durable.
+        """Return the seconds that a commit adds to a step: later pages wait until it is durable.
 
-        Its pages have a step for it, from the first one that is written to that of the next step.
-        Without a page that every step writes they have two, as long as no commit comes first.
+        Its pages have one step to become durable: from their first write to the first write of the
+        next step. If no page is written in every step they have two, unless every step commits.
         """
         sums, rules, rates = self._all, self._rules, self._rates
         assert rules.commit_every is not None

@@ -32,20 +32,20 @@ class Job:
     gpus: int = 0
     """GPUs of each node, one rank on each; 0 for ranks that compute on the CPU."""
     cpu_ranks: int = 1
-    """Ranks of each node, if there are no GPUs."""
+    """Ranks of each node without GPUs."""
     gpu_memory: int | None = None
-    """Memory of one GPU; None: whether it suffices is not said."""
+    """Memory of one GPU; None: not checked."""
     host_memory: int | None = None
-    """Memory of one node; None: whether it suffices is not said."""
+    """Memory of one node; None: not checked."""
     drives: Drives | None = None
-    """Drives of each node; None: whether they suffice, and how long they last, is not said."""
+    """Drives of each node; None: neither their space nor their life is checked."""
     partition: str = "fsdp"
-    """As for ``holding_of``; of no effect with one rank."""
+    """As for ``holding_of``; without effect on one rank."""
     expert_parallel: int = 1
     """Ranks that the experts of a layer are dealt to; as for ``holding_of``."""
     parameters_on: str = "gpu"
     """"host": FSDP2's CPUOffloadPolicy() keeps parameters and gradients in page-locked memory, and
-    brings each layer to the GPU for forward and backward. Of no effect without GPUs."""
+    brings each layer to the GPU for forward and backward. Without effect without GPUs."""
     tokens: int | None = None
     """Tokens of one step of all ranks together."""
     micro_tokens: int | None = None
@@ -69,7 +69,7 @@ class Job:
     endurance: float = 1.0
     """Share of the rated life of the drives that the run may use."""
     wear: float = 0.0
-    """Share of it that is used already."""
+    """Share of the rated life that is already used."""
     store: StoreOptions = field(default_factory=StoreOptions)
     """Arguments of the store of each rank."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class StoreBytes:
 
 
 def store_bytes(ranks: Ranks) -> StoreBytes:
-    """Return what laid out ranks take."""
+    """Return the bytes of stores and optimizers of laid out ranks."""
     fullest = max((one.footprint for one in ranks.classes), key=lambda one: one.host_bytes)
     sizes = [layout.nbytes for layout, _ in fullest.pages]
     placement = fullest.placement
@@ -92,9 +92,9 @@ def needs_of(
 
     Args:
         job: the job.
-        own: what a rank has of the model.
+        own: bytes of the model on a rank.
         activations: of a rank; None: not known.
-        store: what stores take.
+        store: bytes of the stores.
         nvme_limit: bytes of the drives of a node.
     """
     with_matrices = job.steps_on_gpu or not job.on_gpu
@@ -154,11 +154,11 @@ def _need(place: str, parts: Mapping[str, int], limit: int | None, *, times: int
 
 
 def extra_sets(checkpoints: int) -> int:
-    """Return how many sets of pages there are more while a checkpoint is published.
+    """Return the number of additional sets of pages while a checkpoint is published.
 
-    One is of the new page files for the slots that the checkpoint links. The oldest checkpoint goes
-    after that, and is one more than are kept, but for a single one two: the last one that is known
-    to be whole stays until the newest was read.
+    The new page files, for the slots that the checkpoint links, are one set: the oldest checkpoint
+    is removed only after that. If a single checkpoint is kept, there are two: the last one that is
+    known to be whole stays until the newest was read.
     """
     return 0 if checkpoints == 0 else 2 if checkpoints == 1 else 1
 
@@ -168,17 +168,17 @@ class ModelBytes:
     """Bytes of the parameters of a model, of one rank."""
 
     held: int
-    """Of what it holds between two steps; of gradients as well."""
+    """Of the parameters that it holds between two steps; gradients take as much."""
     largest: int
-    """Of the largest parameter among these."""
+    """Of the largest parameter that it holds."""
     outside: int
-    """Of what is outside of layers, if FSDP gathers it."""
+    """Of the parameters outside of layers, if FSDP gathers them."""
     layer: int
     """Of the largest layer that FSDP gathers."""
 
 
 def model_bytes(job: Job, model: Model) -> ModelBytes:
-    """Return what a rank has of a model."""
+    """Return the bytes of a model on a rank."""
     held, layers, outside = [], {"": 0}, 0
     is_brought = job.on_gpu and not job.parameters_on_gpu
     for parameter in model.parameters:
@@ -198,16 +198,16 @@ def model_bytes(job: Job, model: Model) -> ModelBytes:
 
 
 def _model_parts(job: Job, own: ModelBytes) -> dict[str, int]:
-    """Return what the model always takes of the memory of a rank.
+    """Return the memory of a rank that the model always takes.
 
-    FSDP gathers a layer ahead, and keeps what is outside of layers from forward to backward. It
+    FSDP gathers a layer ahead, and keeps parameters outside of layers from forward to backward. It
     reduces the gradients of a layer while the next layer makes its gradients.
     """
     return {
         "parameters": own.held * (job.parameters_on_gpu or not job.on_gpu),
         "gathered parameters": own.outside + 2 * own.layer,
-        # Of two layers, or in the end of what is outside: each as backward makes it, and once more
-        # as the input of the reduction.
+        # Of two layers, or at the end of the parameters outside of layers: each gradient as
+        # backward makes it, and once more as the input of the reduction.
         "gradients to be reduced": own.outside + max(2 * own.layer, own.outside),
     }
 
@@ -218,13 +218,13 @@ def _gradients(job: Job, own: ModelBytes) -> int:
         return 0
     if not job.offloads:
         return own.held
-    # A gradient is added to the sum of the backwards before, which comes back for that.
+    # With micro-batches, the sum of earlier gradients comes back to be added to.
     leaving = max(LEAVING_BYTES_MAX, own.largest) * (2 if job.micro_batches > 1 else 1)
     return min(own.held, leaving)
 
 
 def job_activations(job: Job, model: Model) -> Activations | None:
-    """Return the activations of a rank; None if the job tells neither them nor its tokens."""
+    """Return the activations of a rank; None if the job has neither their size nor tokens."""
     if job.activation_bytes is not None:
         return Activations(kept=job.activation_bytes, in_layer=0, logits=0)
     if job.tokens_at_once is None:

@@ -1,6 +1,6 @@
 """Parameters of a model from its ``config.json``, without its weights and without transformers.
 
-Names, shapes and order are those of ``named_parameters()`` of the ``...ForCausalLM`` that
+Names, shapes and order are as in ``named_parameters()`` of the ``...ForCausalLM`` that
 transformers 5 makes. It has all experts of a layer in one parameter, whose first dimension is the
 expert; transformers 4 and checkpoints on the hub have parameters for each expert. Plan for those
 from the module or from a listing.
@@ -28,8 +28,8 @@ def parameters_of(config: Mapping[str, Any]) -> Model:
     quantized weights are not trained.
 
     Args:
-        config: the content of a ``config.json``. A missing size is refused, for which transformers
-            would take that of one certain model. Keys that change no shape are not read.
+        config: the content of a ``config.json``. A missing size is refused: transformers would
+            take the size of one particular model. Keys that change no shape are not read.
 
     Raises:
         PlanError: the type of the model is not known, or a value is missing or wrong.
@@ -37,7 +37,7 @@ def parameters_of(config: Mapping[str, Any]) -> Model:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _BUILDERS:
         raise PlanError(
-            f"'model_type' of the config is {shown(model_type)}, expected is one of "
+            f"'model_type' of the config is {shown(model_type)}, expected one of "
             f"{', '.join(sorted(_BUILDERS))}: give a listing of the parameters of another model"
         )
     values = Config(config)
@@ -126,11 +126,11 @@ def _decoder(
     """Yield a whole model.
 
     Args:
-        config: has the number of layers and the sizes of what is outside of them.
+        config: has the number of layers and the sizes of parameters outside of layers.
         attention: the parameters of the attention of every layer.
         mlp: number of a layer -> the parameters behind its attention.
         norms: names of the norms of a layer, which are registered last.
-        tied: whether the output layer is the embedding, if the config does not say so.
+        tied: whether the output layer is the embedding, if the config does not say.
     """
     hidden, vocabulary = config.hidden, config.count("vocab_size")
     norm_weights: list[_Named] = [(f"{norm}.weight", (hidden,)) for norm in norms]
@@ -177,7 +177,7 @@ def _qwen3(config: Config) -> Iterator[_Named]:
 
 
 def _qwen_layers(config: Config, sparse: list[_Named]) -> Callable[[int], list[_Named]]:
-    """Return which layers have experts: every n-th one, but for those of a list."""
+    """Return which layers have experts: every n-th one, except the layers of a list."""
     dense, key = _dense(config), "mlp_only_layers"
     step = config.count("decoder_sparse_step")
     only = config.values[key] if config.has(key) else []
@@ -258,7 +258,7 @@ def _deepseek_v3(config: Config) -> Iterator[_Named]:
 def _gpt_oss(config: Config) -> Iterator[_Named]:
     hidden, bias = config.hidden, config.flag("attention_bias", default=True)
     attention = [
-        # A module's own parameters come before those of its parts.
+        # A module's own parameters come before the parameters of its parts.
         ("self_attn.sinks", (config.heads,)),
         *_attention(config, config.count("head_dim"), qkv_bias=bias, o_bias=bias),
     ]
@@ -285,7 +285,7 @@ def _gemma(
 
 
 def _gpt2(config: Config) -> Iterator[_Named]:
-    """Yield a model whose matrices are (inputs, outputs), those of ``Conv1D`` in transformers."""
+    """Yield a model whose matrices are (inputs, outputs), as in ``Conv1D`` of transformers."""
     hidden, heads = (
         config.count("n_embd", "hidden_size"),
         config.count("n_head", "num_attention_heads"),

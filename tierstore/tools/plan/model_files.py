@@ -102,7 +102,7 @@ def _object_of(data: bytes, where: str) -> Mapping[str, Any]:
         ) from error
     if not isinstance(values, dict):
         raise PlanError(
-            f"{where} is {shown(values)}, expected is an object of JSON: give a config or a listing"
+            f"{where} is {shown(values)}, expected an object of JSON: give a config or a listing"
         )
     return values
 
@@ -111,8 +111,8 @@ def _listed(listing: Mapping[str, Any], where: str) -> Model:
     """Return the parameters of a listing."""
     if len(listing) > PARAMETERS_MAX:
         raise PlanError(
-            f"{where} has {len(listing)} parameters, expected are at most {PARAMETERS_MAX}: stack "
-            "those of experts"
+            f"{where} has {len(listing)} parameters, expected at most {PARAMETERS_MAX}: stack "
+            "the parameters of experts"
         )
     return Model(where, tuple(_parameter(*item, where) for item in listing.items()))
 
@@ -120,7 +120,7 @@ def _listed(listing: Mapping[str, Any], where: str) -> Model:
 def _parameter(name: str, value: Any, where: str) -> ModelParameter:
     if not isinstance(name, str) or not name or not name.isprintable():
         raise PlanError(
-            f"{where} has the name {shown(name)}, expected is printable text: list the names of "
+            f"{where} has the name {shown(name)}, expected printable text: list the names of "
             "named_parameters()"
         )
     fields = value if isinstance(value, Mapping) else {"shape": value}
@@ -132,13 +132,13 @@ def _parameter(name: str, value: Any, where: str) -> ModelParameter:
         or (0 in shape and math.prod(size or 1 for size in shape) > ELEMENTS_MAX)
     ):
         raise PlanError(
-            f"{where} has {shown(name)} with the shape {shown(shape)}, expected are at most "
+            f"{where} has {shown(name)} with the shape {shown(shape)}, expected at most "
             f"{RECORD_DIMENSIONS_MAX} sizes such as [4096, 1024]: list the shapes of parameters, "
             "or give a config with its model_type"
         )
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise PlanError(
-            f"{where} has {shown(name)} with the dtype {shown(dtype)}, expected is one of "
+            f"{where} has {shown(name)} with the dtype {shown(dtype)}, expected one of "
             f"{', '.join(DTYPES)}: list the dtypes that the model is trained in"
         )
     return ModelParameter(name, tuple(shape), DTYPES[dtype])

@@ -19,7 +19,7 @@ DTYPES = {
 """Name -> dtype that a parameter in pages may have."""
 
 ELEMENTS_MAX = 10**15
-"""Most elements of a model: a thousand times those of the largest models that are published."""
+"""Most elements of a model: a thousand times the elements of the largest published models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ModelParameter:
     layer: str | None = field(default=None, compare=False)
     """Class of its module: "embedding", "linear" or "other"; None if only the name can tell."""
     share: float = field(default=1.0, compare=False)
-    """Share of its elements that a token passes through: of stacked experts, those it visits."""
+    """Share of its elements that a token passes through: of stacked experts, the visited ones."""
 
     @property
     def numel(self) -> int:
@@ -45,7 +45,7 @@ class Model:
     """The parameters of a model in the order of ``named_parameters()``, tied ones once.
 
     Raises:
-        PlanError: there are no elements, or more than ELEMENTS_MAX.
+        PlanError: the model has no elements, or more than ELEMENTS_MAX.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Model:
         if not 0 < self.parameter_count <= ELEMENTS_MAX:
             raise PlanError(
                 f"the parameters of {self.name} have {self.parameter_count:.4g} elements, expected "
-                f"are 1 to {ELEMENTS_MAX:.0g}: describe a model that can be trained"
+                f"1 to {ELEMENTS_MAX:.0g}: describe a model that can be trained"
             )
 
     @property
@@ -85,10 +85,10 @@ def layer_of(name: str) -> str | None:
 def model_from_module(module: nn.Module) -> Model:
     """Return the parameters of a module, which may be on the meta device.
 
-    Buffers are left out, and parameters without ``requires_grad`` are not.
+    Buffers are left out. Parameters without ``requires_grad`` are included.
 
     Raises:
-        PlanError: there are no parameters, or one of a lazy module has no shape yet.
+        PlanError: the model has no parameters, or a lazy one without a shape.
     """
     named = list(module.named_parameters())
     layers = {
@@ -97,7 +97,7 @@ def model_from_module(module: nn.Module) -> Model:
     for name, parameter in named:
         if nn.parameter.is_lazy(parameter):
             raise PlanError(
-                f"parameter {name!r} has no shape yet, as its module is lazy: call the model once "
+                f"parameter {name!r} has no shape yet, its module is lazy: call the model once "
                 "with a batch before planning"
             )
     parameters = (ModelParameter(name, tuple(p.shape), p.dtype, layers[id(p)]) for name, p in named)

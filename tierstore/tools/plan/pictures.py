@@ -126,7 +126,7 @@ def _draw_need(axes: Axes, need: Need) -> None:
 
 
 def need_text(need: Need) -> str:
-    """Return what is needed of what there is."""
+    """Return the bytes that are needed, and the bytes that there are."""
     limit = "" if need.limit is None else f" of {format_bytes(need.limit)}"
     return f"{place_text(need)}: {format_bytes(need.nbytes)}{limit}"
 

@@ -61,7 +61,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answers about a job. Everything that is exact comes from the code that runs."""
+    """The answers about a job. Exact figures come from the code of store and optimizer."""
 
     model: Model
     job: Job
@@ -173,7 +173,7 @@ class Chosen:
         return self.algorithm in self.plan.algorithms
 
     def known(self, rates: Rates) -> Rates:
-        """Return rates that say what of this optimizer is assumed."""
+        """Return rates that name the assumptions about this optimizer."""
         assumed = list(rates.assumed)
         if rates.measured and all(one.optimizer != self.name for one in rates.measured):
             rate = f"{rates.memory / 1e9:g} GB/s"
@@ -198,14 +198,14 @@ def choose(optimizer: str | None, algorithm: str | None) -> Chosen:
         optimizer = next(having, _CLASSES if is_class else "muon")
     if optimizer not in installed:
         raise PlanError(
-            f"no optimizer {optimizer!r} is installed, expected is one of "
+            f"no optimizer {optimizer!r} is installed, expected one of "
             f"{', '.join(map(repr, installed)) or 'none'}: install its package"
         )
     algorithms = installed[optimizer].algorithms
     chosen = algorithm or algorithms[0]
     if chosen not in algorithms and not (is_class and optimizer == _CLASSES):
         raise PlanError(
-            f"the optimizer {optimizer!r} has no algorithm {chosen!r}, expected is one of "
+            f"the optimizer {optimizer!r} has no algorithm {chosen!r}, expected one of "
             f"{', '.join(map(repr, algorithms))}, or a class of optimizers that pages can have, "
             "such as 'torch.optim.Adam'"
         )
@@ -236,7 +236,7 @@ class Planner:
         """Return the plan of a job.
 
         Raises:
-            PlanError, BudgetError: as the function of this name.
+            PlanError, BudgetError: as plan().
         """
         chosen = self._chosen
         ranks, call = self.lay_out(job, chosen.algorithm)
@@ -301,7 +301,7 @@ class Planner:
         return time, wear
 
     def needs(self, ranks: Ranks) -> list[Need]:
-        """Return what the job needs of each kind of memory."""
+        """Return the needs of the job for each kind of memory."""
         drives = ranks.job.drives
         limit = self._nvme_bytes if drives is None else drives.nbytes
         job, model = ranks.job, self.model
@@ -311,7 +311,7 @@ class Planner:
         )
 
     def changes(self, job: Job) -> Iterator[Change]:
-        """Yield what a few changes would gain."""
+        """Yield a few changes, and the step with each."""
         algorithm = self._chosen.algorithm
         ranks, _ = self.lay_out(job, algorithm)
         if self.rates.disk is not None:
@@ -332,7 +332,7 @@ class Planner:
             narrower = replace(job, optimizer={**options, **job.optimizer})
             try:
                 smaller, _ = self.lay_out(narrower, algorithm)
-            except PlanError:  # The model has a dtype, or is cut, as the option does not allow.
+            except PlanError:  # The option does not allow a dtype of the model, or its cut.
                 continue
             if _traffic(smaller) < _traffic(ranks):
                 yield self._change(text, narrower, algorithm, self.rates)
@@ -343,7 +343,7 @@ class Planner:
         return Change(change=text, step_s=time.seconds, days=_days_allowed(job, wear, time))
 
     def beside(self, job: Job, algorithm: str) -> Beside | None:
-        """Return the job under one algorithm; None if it cannot run so."""
+        """Return the job under one algorithm; None if it cannot run with it."""
         try:
             ranks, _ = self.lay_out(job, algorithm)
         except (BudgetError, PlanError):

@@ -1,4 +1,4 @@
-"""Rates of a node and its ranks: measured by a probe, or assumed and said to be."""
+"""Rates of a node and its ranks: measured by a probe, or assumed and marked as assumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.tools.plan.models import DTYPES
 from tierstore.tools.probe.optimizers import OptimizerPlan, Work
 from tierstore.tools.probe.result import OptimizerRate, Probe
 
-# Without a probe. Each is said in the plan, and is low rather than high.
+# Without a probe. The plan names each one. They are low rather than high.
 _PCIE = 25e9
 _NETWORK = 25e9
 _CHECKSUM = 8e9
@@ -75,7 +75,7 @@ class Rates:
         """Return the time of one work, from measured works of the same name if there are any.
 
         The time of a work without floating-point operations lies on a straight line through the
-        measured works of the fewest and the most bytes, so that what each call takes counts. Others
+        measured works of the fewest and the most bytes, so that the time of a call counts. Others
         take the measured operations per second of the nearest shapes: a straight line between the
         logarithms of the shorter sides, among wide matrices or among nearly square ones.
 
@@ -118,7 +118,7 @@ def _kind(shape: Sequence[int]) -> tuple[bool, bool]:
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return the value at x of lines between points, and that of the nearest end beyond them."""
+    """Interpolate linearly between points; beyond them, return the value of the nearest one."""
     at = bisect.bisect_left(points, (x, -math.inf))
     if at == 0 or at == len(points):
         return points[min(at, len(points) - 1)][1]
@@ -188,7 +188,7 @@ def rates_for(
         network: as for measured_rates().
 
     Raises:
-        PlanError: as measured_rates(), or neither drives nor a probe tell of the disks.
+        PlanError: as measured_rates(), or the job has neither drives nor a probe.
     """
     if job.drives is None and probe is None:
         raise PlanError(
@@ -244,12 +244,12 @@ def measured_rates(
         network: bytes per second of a rank, which a probe does not measure.
 
     Raises:
-        PlanError: the probe has no directory with direct I/O, no GPU though ``on_gpu``, or a rate
-            or shape that cannot be.
+        PlanError: the probe has no directory with direct I/O, no GPU though ``on_gpu``, or an
+            impossible rate or shape.
     """
     compute = probe.compute
     if not probe.directories:
-        raise PlanError("the probe has no directory: name those on the drives of the job")
+        raise PlanError("the probe has no directory: probe directories on the drives of the job")
     if on_gpu and (compute.host_to_device is None or compute.device_to_host is None):
         raise PlanError(
             f"the probe of {probe.machine.host} is of a machine without a GPU, and the job has "

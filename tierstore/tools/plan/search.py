@@ -1,7 +1,7 @@
 """All settings with which a job may run, with their memory and step by the formulas of a plan.
 
-Pages are taken to be of equal size, so that settings cost microseconds; ``fit`` lays out the few
-that it shows as a store would.
+Pages are assumed to be of equal size, so that settings cost microseconds. ``fit`` lays out the few
+settings that it shows as a store would.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tierstore.tools.probe.optimizers import OptimizerPlan
 from tierstore.units import SECTOR_BYTES
 
 SPARE = 0.05
-"""Share of each memory that is left free, for fragments and what else runs."""
+"""Share of each memory that is left free, for fragments and other programs."""
 
 _ALL = 2**62
 """More than any memory has bytes."""
@@ -104,7 +104,7 @@ class Search:
         optimizer: the optimizer.
         algorithm: one of its algorithms.
         rates: of the machine, with steps on a GPU and on the host.
-        drives: number of drives of a node that these rates are of.
+        drives: number of drives of a node to which these rates belong.
         nvme_bytes: bytes of the drives of a node, if the job does not name the drives.
     """
 
@@ -154,13 +154,13 @@ class Search:
                         break
 
     def _layouts(self, job: Job) -> Iterator[tuple[Job, int]]:
-        """Yield where parameters, gradients and steps may be, and how many changes that is."""
+        """Yield the places of parameters, gradients and steps, and the number of changes."""
         partitions = [job.partition, *(p for p in PARTITIONS if p != job.partition)]
         for partition in partitions if job.world_size > 1 else [job.partition]:
             for experts in self._experts(job) if partition == "fsdp" else [1]:
                 for parameters_on, place in _PLACES if job.on_gpu else _PLACES[:1]:
                     if not self._is_timed and place.get("step_on", parameters_on) in _ON_HOST:
-                        continue  # Its computation counts as nothing, but is slow there.
+                        continue  # Its computation counts as zero, but is slow there.
                     try:
                         laid = replace(
                             job,
@@ -170,7 +170,7 @@ class Search:
                             store=replace(job.store, **place),
                         )
                     except PlanError:
-                        continue  # Gradients cannot leave so, or parameters be there.
+                        continue  # The partition does not allow these places.
                     changes = (partition != job.partition) + (experts > 1)
                     yield laid, changes + len(place) + (parameters_on == "host")
 
@@ -214,7 +214,7 @@ class Search:
         return self._totals[key]
 
     def _rates_of(self, job: Job) -> Rates:
-        """Return the rates with the drives of a job, which may be more than there are."""
+        """Return the rates with the drives of a job, which may have more drives than the node."""
         rates = self._rates[job.steps_on_gpu]
         if rates.disk is None or job.drives is None or job.drives.count == self._drives:
             return rates
@@ -229,7 +229,7 @@ class Search:
     def _fitting(
         self, job: Job, totals: Totals, changes: int, *, is_exact: bool
     ) -> Iterator[Setting]:
-        """Yield what fits, for kinds of micro-batches, memories of the store and commits."""
+        """Yield the settings that fit: micro-batches, memories of the store, commits."""
         own, rates = self._own_of(job), self._rates_of(job)
         for batched in self._batches(job, own, totals):
             more = batched.checkpointing + (batched.loss_tokens is not None)
@@ -275,7 +275,7 @@ class Search:
         smallest = replace(
             job, micro_tokens=sizes[-1], checkpointing=True, loss_tokens=_LOSS_TOKENS
         )
-        if job.activation_bytes is not None:  # They were measured as the job is.
+        if job.activation_bytes is not None:  # They were measured for this job.
             yield job
         elif fits(smallest):
             ways = itertools.product((False, True), (None, _LOSS_TOKENS))
@@ -289,7 +289,7 @@ class Search:
                         yield replace(way, micro_tokens=sizes[-1])
 
     def _stores(self, job: Job, own: ModelBytes, totals: Totals) -> Iterator[Job]:
-        """Yield jobs with the least memory for a store, and with what is left of the machine."""
+        """Yield jobs with the least memory for a store, and with all memory that is left."""
         of_pages = _Pages.of(_with_store(job, host_memory=_ALL), totals)
         assert of_pages is not None
         nothing = replace(of_pages, buffers=0, resting=0, device=0, copies=0, staging=0)
@@ -361,7 +361,7 @@ class _Pages:
 
     @classmethod
     def of(cls, job: Job, totals: Totals) -> _Pages | None:
-        """Return the pages of a job; None if its store has not the memory for two buffers."""
+        """Return the pages of a job; None if its store has no memory for two buffers."""
         store, size = job.store, job.world_size
         state = math.ceil(totals.state / size)
         wanted = max(store.page_bytes or default_page_bytes(store.budget), totals.uncut // size)
@@ -462,7 +462,7 @@ def _fit(needs: Sequence[Need]) -> bool:
 
 
 def _left(need: Need) -> int:
-    """Return the bytes that are left of a memory, but for those that stay free."""
+    """Return the bytes that are left of a memory, without the share that stays free."""
     if need.limit is None:
         return _ALL
     spare = 0 if need.place == "NVMe" else SPARE

@@ -17,12 +17,12 @@ _EMBEDDING = re.compile(r"embed|^wte$|^wpe$")
 def skeleton_of(model: Model) -> nn.Module:
     """Return modules on the meta device whose parameters have the model's names, shapes and order.
 
-    Optimizers route parameters by name and by class of the module, which is that of the model if
-    it is known. Else a matrix named "weight" becomes that of an ``nn.Embedding`` if its module is
-    named as one, else of an ``nn.Linear``; all other modules are plain ones.
+    Optimizers route parameters by name and by class of the module. A module has its class in the
+    model if that is known. Otherwise a module with a matrix "weight" is an ``nn.Embedding`` if its
+    name says so, else an ``nn.Linear``; all other modules are plain ones.
 
     Raises:
-        PlanError: names cannot be those of the parameters of a module, in this order.
+        PlanError: no module can have parameters of these names in this order.
     """
     layers: dict[str, nn.Module] = {}
     for parameter in model.parameters:
@@ -60,7 +60,7 @@ def _layer_of(parameter: ModelParameter) -> nn.Module:
         layer = ("embedding" if is_named else "linear") if is_matrix else "other"
     made: nn.Module = nn.Module()
     if layer == "embedding":
-        # Values of its own would be initialized, which on the meta device imports a compiler.
+        # Initialization of values on the meta device would import a compiler.
         made = nn.Embedding(1, 1, _weight=torch.empty(1, 1, device="meta"))
     elif layer == "linear":
         made = nn.Linear(1, 1, bias=False, device="meta")
@@ -69,7 +69,7 @@ def _layer_of(parameter: ModelParameter) -> nn.Module:
 
 
 def _owner(root: nn.Module, path: str, layers: dict[str, nn.Module]) -> nn.Module:
-    """Return the module at a path; modules that are absent are made."""
+    """Return the module at a path; make absent modules."""
     owner, walked = root, ""
     for part in path.split(".") if path else ():
         walked = f"{walked}.{part}" if walked else part

@@ -1,4 +1,4 @@
-"""The step of a planned job: the pages of its ranks, and what each costs."""
+"""The step of a planned job: the pages of its ranks, and the cost of each page."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tierstore.tools.plan.rates import Rates
 from tierstore.tools.probe.optimizers import OptimizerPlan, PageWorks, PlannedOptimizer
 
 _CLASSES_MAX = 8
-"""Most ranks that are laid out: those with the most state, if more are unlike."""
+"""Most ranks that are laid out: the ones with the most state, if more differ."""
 
 _NO_DISK = DiskRates(read=1e30, write=1e30, mixed_read=1e30, mixed_write=1e30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClass:
-    """Ranks that own as many elements of each subgroup as one of them."""
+    """Ranks that own the same number of elements of each subgroup."""
 
     rank: int
-    """The first of them."""
+    """The first of these ranks."""
     count: int
     footprint: Footprint
     works: Sequence[PageWorks]
@@ -62,7 +62,7 @@ class Ranks:
     def total(self, of: str) -> float:
         """Return the sum of a property of the footprint over all ranks.
 
-        If more kinds of ranks are unlike than were laid out, the others count as those.
+        Ranks that were not laid out count as the mean of the ranks that were.
         """
         counted = sum(one.count for one in self.classes)
         sums = sum(one.count * getattr(one.footprint, of) for one in self.classes)
@@ -176,7 +176,7 @@ def formula_of(ranks: Ranks, rates: Rates) -> StepFormula:
 
 
 def step_rules(job: Job, rates: Rates, window: int) -> StepRules:
-    """Return what the ranks of a job have in common; ``window`` is the most pages at once."""
+    """Return the settings that all ranks share; ``window`` is the most pages at once."""
     return StepRules(
         commit_every=job.store.commit_every,
         commit_s=rates.commit_s,

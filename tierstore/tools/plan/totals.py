@@ -1,6 +1,6 @@
-"""Sums over the parameters of a model, from one of each kind: a search asks for hundreds of them.
+"""Sums over the parameters of a model, from one parameter of each kind.
 
-Layers are alike, so that one parameter of each shape and place in a layer stands for all of them.
+Layers are alike, so one parameter of each shape and place in a layer stands for all of them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Totals:
     read: int
     """Bytes that a step reads of a page that rests on the drives."""
     written: int
-    """Bytes that a step writes of it."""
+    """Bytes that a step writes of such a page."""
     written_between: int
-    """Bytes that a step without a commit writes of it."""
+    """Bytes that a step without a commit writes of such a page."""
     compute_s: float
     """Seconds of one rank that steps all."""
     matrices: int
@@ -47,7 +47,7 @@ class Totals:
     parameters: int
     """Bytes of the parameters."""
     uncut: int
-    """Most bytes in a page of a parameter that one page must hold."""
+    """Bytes in a page of the largest parameter that pages must not cut."""
     whole: bool
     """True if ranks must hold whole parameters."""
 
@@ -68,7 +68,7 @@ def totals_of(
     """
     first, counts = _folded(model)
     try:
-        with quiet():  # What is logged would be of a part of the model.
+        with quiet():  # Warnings would be about a part of the model.
             planned = optimizer.plan(skeleton_of(first), algorithm, on_gpu=on_gpu, options=options)
     except (ValueError, TypeError) as error:
         raise PlanError(f"the optimizer refuses the job: {error}") from error

@@ -1,4 +1,4 @@
-"""System calls on files that runs, checkpoints and conversions make: which fail in a directory."""
+"""System calls on files that runs, checkpoints and conversions make, tried in a directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def failed_calls(directory: Path) -> Iterator[FailedCall]:
     """Try each call on small files of a temporary directory, which is removed.
 
     Raises:
-        OSError: there cannot be files in the directory at all.
+        OSError: the directory cannot hold any files.
     """
     with tempfile.TemporaryDirectory(dir=directory, prefix=".tierstore-doctor-") as folder:
         one, other, link = (Path(folder, name) for name in ("one", "other", "link"))

@@ -1,4 +1,4 @@
-"""Rates of processor and GPU, and what identifies the machine."""
+"""Rates of processor and GPU, and the identity of the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS_MAX = 0.5
 
 
 def machine() -> Machine:
-    """Return what the figures of this machine belong to."""
+    """Return the identity of this machine."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     model = re.search(r"^model name\s*: (.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
     mode = re.search(r"\[(\w+)\]", _text("/sys/kernel/mm/transparent_hugepage/enabled"))

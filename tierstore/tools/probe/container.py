@@ -1,4 +1,4 @@
-"""Processors and memory that this process may use: those of its container, not of the host."""
+"""Processors and memory that this process may use: limits of the container, not of the host."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def memory_bytes() -> int:
 
 
 def _limits(controller: str, name: str) -> Iterator[str]:
-    """Yield what a file of the group of this process says, and of all groups around it.
+    """Yield the content of a file of the group of this process, and of all groups around it.
 
     Args:
         controller: of version 1, where each controller has groups of its own.
-        name: of the file. Those of version 1 and 2 have different names.
+        name: of the file, which differs between version 1 and 2.
     """
     for line in _OWN.read_text().splitlines() if _OWN.exists() else ():
         number, controllers, path = line.split(":", 2)
@@ -46,7 +46,7 @@ def _limits(controller: str, name: str) -> Iterator[str]:
             roots = [_ROOT / controllers, _ROOT / controller]
         else:
             continue
-        # In a container, the path may be the one that the host has; then the root is the group.
+        # In a container, the path may be the path on the host; then the root is the group.
         group = Path(path.lstrip("/"))
         for root in dict.fromkeys(roots):
             for folder in (group, *group.parents):

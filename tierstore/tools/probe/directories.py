@@ -43,7 +43,7 @@ _SPARE_BYTES = 64 << 20  # Free space that stays, for the filesystem and for oth
 
 def written_bytes_max(page_bytes: int, directories: int, sustained: int) -> int:
     """Return the most bytes that are written to each directory, the filesystem's own aside."""
-    # One round without a figure, then rounds of writes, and mixed ones, of which half is written.
+    # One round without a figure, then rounds of writes, and mixed rounds, which write one half.
     pages = _PAGES + ROUNDS * (_PAGES + _PAGES // 2) * (1 if directories == 1 else 2)
     return pages * page_bytes + sustained + _COMMITS * _MANIFEST_BYTES + SECTOR_BYTES
 
@@ -59,7 +59,7 @@ def check_directories(paths: Sequence[Path], page_bytes: int, sustained: int) ->
     for path in paths:
         if not path.is_dir():
             raise RunDirectoryError(
-                f"{path} is not a directory, expected is one on the disk to measure: make it, or "
+                f"{path} is not a directory, expected one on the disk to measure: make it, or "
                 "name another one"
             )
         if path.resolve() in found:

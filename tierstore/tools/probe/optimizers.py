@@ -35,7 +35,7 @@ class PlannedOptimizer(Protocol):
     """Python code that makes the optimizer of ``model`` on ``store``."""
 
     whole: bool
-    """True if ranks must hold whole parameters, as those of DDP do."""
+    """True if ranks must hold whole parameters, as in DDP."""
 
     def works(
         self, subgroups: Sequence[SharedSubgroup], ranks: Sequence[int], world_size: int
@@ -47,11 +47,11 @@ class PlannedOptimizer(Protocol):
 
 
 class OptimizerPlan(Protocol):
-    """What an entry point of the group names: a class without arguments."""
+    """A class without arguments, named by an entry point of the group."""
 
     algorithms: Sequence[str]
     """Names of the ways in which a model can be optimized, the usual one first. Their works are
-    measured; those of others that ``plan()`` takes are not known."""
+    measured; the works of other algorithms that ``plan()`` takes are not known."""
 
     narrower: Sequence[tuple[str, Mapping[str, Any], bool]]
     """Options that may keep states in fewer bytes: a description, the options, and whether the

@@ -1,4 +1,4 @@
-"""The probe of a machine: what the rates of its disks and processors are."""
+"""The probe of a machine: the rates of its disks and processors."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class DirectoryProbe:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the figures belong to."""
+    """The machine that was measured."""
 
     host: str
     cpu: str
@@ -151,7 +151,7 @@ class Probe:
         """Return the probe in a file.
 
         Raises:
-            PlanError: it cannot be read, or is something else.
+            PlanError: the file cannot be read, or is not a probe.
         """
         try:
             data = path.read_bytes()
@@ -175,7 +175,7 @@ class Probe:
             where: the file, for errors.
 
         Raises:
-            PlanError: the text is something else; the message names the field.
+            PlanError: the text is not a probe; the message names the field.
         """
         try:
             data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
@@ -185,7 +185,7 @@ class Probe:
             if body.pop("format") != FORMAT:
                 raise ValueError(f"'format' is not {FORMAT}, which this version reads")
             probe: Probe = _checked(cls, body, "")
-        except ValueError as error:  # Text that is not JSON, or not UTF-8, is one, too.
+        except ValueError as error:  # Also for text that is not JSON or not UTF-8.
             raise PlanError(
                 f"{where} is not the result of a probe: {error}. Make it again with "
                 "`tierstore probe --json DIR`"

@@ -19,7 +19,7 @@ def rate_of(values: Sequence[float]) -> Rate:
 
 
 def measured(one_round: Callable[[], int], seconds_max: float = SECONDS_MAX) -> Rate:
-    """Return the bytes per second of rounds, each of which returns its number of bytes."""
+    """Return the bytes per second of rounds. A round returns its number of bytes."""
     began = time.perf_counter()
     rates: list[float] = []
     while len(rates) < ROUNDS and (not rates or time.perf_counter() - began < seconds_max):
