@@ -55,9 +55,7 @@ def at_top(paths: Paths, tensors: Collection[str], where: Path) -> Paths:
     renamed: dict[str, str] = {}
     for found, name in ((models, "model"), (optimizers, "optimizer")):
         if name not in found and len(found) > 1:
-            raise CheckpointError(
-                f"{where} has several {name}s, {sorted(found)}: save one {name}"
-            )
+            raise CheckpointError(f"{where} has several {name}s, {sorted(found)}: save one {name}")
         if name not in found:
             renamed |= dict.fromkeys(found, name)
     _refuse_stray_moments(paths, tensors, optimizers, where)

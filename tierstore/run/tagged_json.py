@@ -197,9 +197,7 @@ class _Encoder:
 
 
 def _refusal(path: _Path, what: str) -> TypeError:
-    return TypeError(
-        f"{_text(path)} is {what}, which a commit cannot hold; allowed are {_ALLOWED}"
-    )
+    return TypeError(f"{_text(path)} is {what}, which a commit cannot hold; allowed are {_ALLOWED}")
 
 
 def _checked_nbytes(text: str, path: _Path) -> int:
