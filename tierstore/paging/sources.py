@@ -70,7 +70,7 @@ class Places:
         return self.gradient_dtype or parameter
 
     def slabs_bytes(self, layouts: Iterable[PageLayout], window: int) -> int:
-        """Return the bytes of the slabs of some pages; see the function slabs_bytes()."""
+        """Return the bytes of the slabs of some pages with the settings of these places."""
         if not self.has_slabs:
             return 0
         return slabs_bytes(
