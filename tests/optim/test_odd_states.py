@@ -175,7 +175,7 @@ def _view(optimizer: Any, state: Any, p: Any, number: int) -> None:
         (lambda o, s, p, n: s.update(anchor=p), "keeps 'anchor' in the memory of the parameter"),
         (lambda o, s, p, n: o.state["all"].update(k=n), r"keeps \['all'\] outside of the states"),
         (lambda o, s, p, n: o.count.add_(1), "keeps tensors or counts in its attributes"),
-        (lambda o, s, p, n: o.kept.update({p: n}), "keeps tensors or counts in attributes"),
+        (lambda o, s, p, n: o.kept.update({p: n}), "keeps tensors or counts in its attributes"),
         (lambda o, s, p, n: s.update(master=1.0), "a state 'master', but pages use this name"),
         (lambda o, s, p, n: s.update({"a.b": 1.0}), r"of the parts \['a.b'\]: pages have dicts"),
         (lambda o, s, p, n: s.update(of={"0": p + 1}), "a state 'of' of dict: pages have tensors"),

@@ -128,7 +128,7 @@ def test_ranks_step_whole_parameters_and_no_parts_of_them(
     ("cls", "options", "message"),
     [
         (torch.optim.LBFGS, {}, "LBFGS cannot be in pages: it evaluates the closure several times"),
-        (torch.optim.SparseAdam, {}, "it takes only sparse gradients: torch.optim.Adam takes"),
+        (torch.optim.SparseAdam, {}, "it takes sparse gradients alone: torch.optim.Adam takes"),
         (ScalableShampoo, {}, "ScalableShampoo keeps a state 'pre_conditioner' of PreConditioner"),
         (torch.optim.Adam, {"capturable": True}, "capturable=True of Adam cannot be in pages"),
         (torch.optim.Adam, {"differentiable": True}, "states in pages have no gradients"),

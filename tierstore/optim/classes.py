@@ -42,7 +42,7 @@ _EIGHT_BITS = (
 _REFUSED = {
     "torch.optim.lbfgs": "it evaluates the closure several times in a step, and its states are of "
     "all parameters together",
-    "torch.optim.sparse_adam": "it takes only sparse gradients: torch.optim.Adam takes others",
+    "torch.optim.sparse_adam": "it takes sparse gradients alone: torch.optim.Adam takes others",
     "bitsandbytes": _EIGHT_BITS,
     "torchao": _EIGHT_BITS,
 }
