@@ -32,9 +32,9 @@ def prepare(
 ) -> tuple[Any, Any, Batches, Any, int]:
     """Prepare a loop as ``accelerator.prepare()`` does, and restore the last commit.
 
-    A step is committed when the loop asks for the next batch, with the scheduler, random generators,
-    gradient scaler, saved buffers of the model and the position in the data. The last step before a
-    ``break`` is committed by the next loop, or when the store is closed.
+    A step is committed when the loop asks for the next batch, with the scheduler, random
+    generators, gradient scaler, saved buffers of the model and the position in the data. The last
+    step before a ``break`` is committed by the next loop, or when the store is closed.
 
     ``accelerator.save_state()``, called after ``scheduler.step()``, publishes the step in the
     folder ``store`` beside its own files. ``accelerator.load_state()`` begins a new run from there.
