@@ -254,7 +254,7 @@ def test_a_checkpoint_with_it_does_not_begin_a_run_without_it(tmp_path: Path) ->
     with tierstore.TierStore(tmp_path / "new") as store:
         optimizer = muon.Muon([("w", parameter)], store=store)
         with pytest.raises(
-            ValueError, match=r"normuon_beta is 0\.8 in what is to be loaded and Non"
+            ValueError, match=r"normuon_beta to load is 0\.8, but Non"
         ):
             optimizer.restore(tmp_path / "checkpoint")
         assert not parameter.any()
