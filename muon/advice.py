@@ -1,4 +1,4 @@
-"""Warnings of a step that does what it was told, but probably not what was wanted."""
+"""Warnings of a step whose settings probably differ from the intent of the user."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from muon import newton_schulz
 from muon.matrices import declared, matrices_of
 from muon.pipeline import compute_device
 
-# A CPU with instructions for bfloat16 takes about as long for it as for float32. Without, it takes
-# from 3 times as long to several hundred times.
+# A CPU with bfloat16 instructions takes about as long in bfloat16 as in float32. A CPU without them
+# takes from 3 times to several hundred times as long.
 _SLOWNESS_MAX = 2.0
 
 # Multiplications of a step that take about 0.3 s on the slowest CPUs.
@@ -39,6 +39,6 @@ def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[s
         warnings.warn(
             f"this CPU multiplies matrices in bfloat16 {slowness:.0f} times slower than in "
             'float32: pass ns_dtype="auto" or ns_dtype=torch.float32 for faster steps, whose '
-            "results then differ from those of torch.optim.Muon",
+            "results then differ from torch.optim.Muon",
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
-"""Blocks that are stepped instead of matrices, between steps of whole matrices: MuonBP.
+"""MuonBP: between steps of whole matrices, blocks are stepped instead of matrices.
 
-The blocks are those of a grid that the param group has, not the shards of ranks. So results do not
-depend on the partition, and a block that no rank cuts does not travel (arXiv 2510.16981).
+The blocks come from a grid in the param group, not from the shards of ranks. Results therefore do
+not depend on the partition, and a block that no rank cuts is not exchanged (arXiv 2510.16981).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from muon.matrices import Declaration, declared
 
 KEYS = frozenset({"block_grid", "block_period", "block_lr_ratio"})
-"""Keys of a Muon group, all of them or none."""
+"""Keys of a Muon group. A group has all of them or none."""
 
 
 def blocks_of(group: Mapping[str, Any]) -> Declaration:
-    """Return the declaration of the blocks; that of the matrices in a group without blocks."""
+    """Return the declaration of the blocks, or of the matrices in a group without blocks."""
     grid = group.get("block_grid")
     return declared(group) if grid is None else (*declared(group), ("grid", *grid))
 

@@ -1,4 +1,4 @@
-"""Checks of hyperparameters, also of those that are loaded."""
+"""Checks of hyperparameters, including loaded hyperparameters."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def algorithm_of(group: Mapping[str, Any], number: int, *, is_saved: bool = Fals
         is_saved: whether it is a group of a state dict.
 
     Raises:
-        ValueError: there is no such algorithm, or the keys contradict each other.
+        ValueError: the algorithm is unknown, or the keys contradict each other.
     """
     where = f"group {number} of the state dict" if is_saved else f"param group {number}"
     use_muon = group.get("use_muon")
@@ -73,7 +73,7 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         number: its number, for the messages.
 
     Raises:
-        ValueError: names the first hyperparameter that cannot be used.
+        ValueError: a hyperparameter cannot be used; the message names the first.
     """
     algorithm = algorithm_of(group, number)
     if missing := _REQUIRED_KEYS[algorithm] - group.keys():
@@ -122,7 +122,7 @@ def _check_together(group: Mapping[str, Any]) -> None:
     given = {key: group[key] for key in BLOCK_KEYS if group.get(key) is not None}
     if missing := sorted(BLOCK_KEYS - given.keys() if given else ()):
         raise ValueError(
-            f"a Muon group with {min(given)} needs {missing[0]}, too: blocks have block_grid, "
+            f"a Muon group with {min(given)} also needs {missing[0]}: blocks have block_grid, "
             "block_period and block_lr_ratio"
         )
     if group["algorithm"] != "muon":
@@ -135,43 +135,43 @@ def _check_together(group: Mapping[str, Any]) -> None:
 
 
 def check_loaded(group: Mapping[str, Any], loaded: Mapping[str, Any], number: int) -> None:
-    """Check hyperparameters that are to be loaded into a group.
+    """Check hyperparameters before they are loaded into a group.
 
     Raises:
-        ValueError: names the first that cannot be used.
+        ValueError: a hyperparameter cannot be used; the message names the first.
     """
     check_hyperparameters(loaded, number)
     before, after = form(group), form(loaded)
     for name in before:
         if after[name] != before[name]:
             raise ValueError(
-                f"{name} is {loaded.get(name)!r} in what is to be loaded and {group.get(name)!r} "
-                f"in param group {number}: pages depend on it, so it cannot be changed"
+                f"{name} to load is {loaded.get(name)!r}, but {group.get(name)!r} in param group "
+                f"{number}: pages depend on it, so it cannot be changed"
             )
 
 
 def check_in_checkpoint(group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
-    """Check the hyperparameters that a checkpoint has for the parameters of a group.
+    """Check the hyperparameters in a checkpoint for the parameters of a group.
 
     Raises:
-        ValueError: they are of another rule, or cannot be used.
+        ValueError: the hyperparameters are of another rule, or cannot be used.
     """
     check_loaded(group, {**group, **with_dtypes(saved), **not_loaded(group)}, number)
     check_rule(group, saved, number)
 
 
 def check_rule(group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
-    """Check that the saved hyperparameters of the parameters of a group are of its rule.
+    """Check that the saved hyperparameters for the parameters of a group are of its rule.
 
     Raises:
-        ValueError: they are of another rule with the same states.
+        ValueError: the hyperparameters are of another rule with the same states.
     """
     where = f"in the checkpoint, the group of the parameters of param group {number}"
     tierstore.pages.refuse_other_rule(saved, group["algorithm"], where)
 
 
 def loaded_from(group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the hyperparameters that a group of a state dict gives a group.
+    """Return the hyperparameters that a group gets from a group of a state dict.
 
     Raises:
         ValueError: the saved group is for another algorithm, or has a bad value.
@@ -185,7 +185,7 @@ def loaded_from(group: dict[str, Any], saved: dict[str, Any], number: int) -> di
             f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
             f"group is for {expected!r}"
         )
-    # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
+    # Copy, as torch.optim does: a tensor lr must not be shared with the state dict.
     hyperparameters = with_dtypes(deepcopy(loaded(group, saved)))
     check_loaded(group, {**group, **hyperparameters}, number)
     told = saved.keys() - {"params", "param_names"}
@@ -198,7 +198,7 @@ def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) ->
     """Check that the matrices that a Muon group declares, and their blocks, fit a parameter.
 
     Raises:
-        ValueError: they do not; names the parameter.
+        ValueError: they do not fit; the message names the parameter.
     """
     declarations = declared(group), blocks_of(group)
     try:
@@ -212,7 +212,7 @@ def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) ->
 
 @functools.cache
 def _meant(key: object) -> str | None:
-    """Return the known key that an unknown key was probably meant for; None if there is none.
+    """Return the known key that an unknown key probably stands for, or None.
 
     A key of several words that has a known key among them ("no_weight_decay") is not misspelled.
     """

@@ -39,7 +39,7 @@ _CANS = (
 
 
 def _with_safety(safety: float, table: Sequence[Triple]) -> tuple[Triple, ...]:
-    """Return a table for singular values that rounding may have raised by a factor.
+    """Return a table for singular values that rounding may have increased by a factor.
 
     Without it, the largest singular value of a matrix of low rank, rounded up, diverges.
     """
@@ -73,21 +73,21 @@ TABLES: dict[str, tuple[Triple, ...]] = {
     ),
 }
 
-# Each step of these is the best one after those before it, so their first steps are a table, too.
+# Each step of these tables is optimal after its previous steps, so their first steps also work.
 _MAY_END_EARLY = ("polar_express_1.01", "polar_express_1.05")
 
 
 def steps_min(coefficients: Coefficients) -> int:
-    """Return the fewest steps that coefficients are made for."""
+    """Return the smallest number of steps for which coefficients are made."""
     table = _table_of(coefficients)
     return 0 if len(table) == 1 or coefficients in _MAY_END_EARLY else len(table)
 
 
 def of_steps(coefficients: Coefficients, steps: int) -> list[Triple]:
-    """Return the coefficients of each step; the last ones of a table are repeated.
+    """Return the coefficients of each step. The last coefficients of a table are repeated.
 
     Raises:
-        ValueError: no table has the name.
+        ValueError: the name is unknown.
     """
     table = _table_of(coefficients)
     return [table[min(step, len(table) - 1)] for step in range(steps)]

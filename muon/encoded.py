@@ -15,9 +15,9 @@ COLUMNS_MIN = 128
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
-    """Return whether a parameter has states in 8 bits: not one of short rows, or of one dimension.
+    """Return whether a parameter has states in 8 bits: not with short rows or one dimension.
 
-    They would have a scale for few elements.
+    In these cases a scale would cover only a few elements.
     """
     return len(shape) > 1 and shape[-1] >= COLUMNS_MIN
 
@@ -36,7 +36,7 @@ def encodings_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str,
 
 
 def momentum_dtype(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the momentum as a step sees it: bfloat16 for int8 without blocks."""
+    """Return the dtype of the momentum in a step: bfloat16 for int8 without blocks."""
     dtype: torch.dtype = group["momentum_dtype"] or parameter.dtype
     if dtype != torch.int8:
         return dtype
@@ -44,7 +44,7 @@ def momentum_dtype(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.d
 
 
 def moments_dtype(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the moments of AdamW as a step sees them."""
+    """Return the dtype of the moments of AdamW in a step."""
     wide = _wide(parameter)
     narrow = group.get("moments_dtype") == torch.bfloat16 and wide == torch.float32
     return torch.bfloat16 if narrow else wide
@@ -60,7 +60,7 @@ def check_blocks(
     """Check that matrices of a parameter do not cut the blocks of its int8 momentum.
 
     Raises:
-        ValueError: one does.
+        ValueError: a matrix cuts a block.
     """
     if group.get("momentum_dtype") != torch.int8 or not has_blocks(shape):
         return
@@ -73,7 +73,7 @@ def check_blocks(
             start, stop, step = part.index[-1].indices(shape[-1])
             if step > 1 or start % block or (stop % block and stop < shape[-1]):
                 raise ValueError(
-                    f"a matrix has its columns {start} to {stop} in steps of {step}, and "
+                    f"a matrix has its columns {start} to {stop} in steps of {step}, but "
                     f"momentum_dtype=torch.int8 has a scale for each {block} columns of the "
-                    "parameter: take another momentum_dtype for its group"
+                    "parameter: use another momentum_dtype for its group"
                 )

@@ -1,7 +1,7 @@
 """All-to-all exchange of matrices: shards go to the owner of a matrix, its update goes back.
 
-All message sizes follow from the chunks of each rank, so nothing is padded or negotiated and
-nothing waits for the device.
+All message sizes follow from the chunks of each rank. Messages are therefore not padded or
+negotiated, and do not wait for the device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import tierstore
 from muon.rounds import Round
 
 Parts = Mapping[int, Sequence[torch.Tensor]]
-"""For each matrix of a round one tensor per chunk of this rank, in the chunk's shape; or one of the
-averages of its rows, of shape (..., numbers for a row)."""
+"""For each matrix of a round: one tensor per chunk of this rank, in the chunk's shape; or one with
+the averages of its rows, of shape (..., numbers for a row)."""
 
 
 class Exchange:
     """Exchanges matrices over a process group.
 
-    All ranks of the group make the same calls in the same order, also ranks that hold no part
-    of a matrix. Several rounds may be in flight at different stages.
+    All ranks of the group make the same calls in the same order, including ranks without a part of
+    a matrix. Several rounds may be in flight at different stages.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Exchange:
         Args:
             group: its ranks are the positions in ``SharedMatrix.chunks``.
             wait: blocks until a collective is done, or raises the error of the collective.
-            device: where the matrices lie; the backend of the group must serve it.
+            device: device of the matrices. The backend of the group must support it.
         """
         self.bytes_sent = 0
         """Bytes that this rank has sent to other ranks."""
@@ -50,7 +50,7 @@ class Exchange:
         self._group = group
         self._wait = wait
         self._device = device
-        # Buffers of ended rounds: touching new memory takes about as long as sending it.
+        # Keep buffers of ended rounds: touching new memory takes about as long as sending it.
         self._free: list[torch.Tensor] = []
 
     def stages(
@@ -65,15 +65,15 @@ class Exchange:
     ) -> Iterator[None]:
         """Exchange the matrices of one round in three stages.
 
-        Yields where a collective is in flight: first the inputs travel to the owners of their
-        matrices, then the updates travel back. Kernels that read the updates may still be queued
-        on the current stream of a GPU when the last stage ends.
+        Yields while a collective is in flight: first the inputs are sent to the owners of their
+        matrices, then the updates are sent back. When the last stage ends, kernels that read the
+        updates may still be queued on the current stream of a GPU.
 
         Args:
             round_: the matrices to exchange.
             dtype: dtype of inputs and updates on the wire.
-            with_averages: whether the averages of NorMuon travel with each part: one for each of
-                its rows, their bits behind its elements. Otherwise those of a part are empty.
+            with_averages: whether to send the averages of NorMuon with each part: one average for
+                each row, as bits after the elements. Otherwise the averages of a part are empty.
             write_inputs: writes the parts that this rank sends, and their averages with pack().
             orthogonalize: returns the updates of the matrices that this rank owns, both of shapes
                 (rows, columns), and changes their averages, (rows, 1). The matrices are contiguous,
@@ -122,7 +122,7 @@ class Exchange:
                 if width:
                     pack(round_.matrices[index].select_rows(averages[index], chunk), rows)
             work = self._start(parts, sent_counts, owned, received_counts)
-        del matrices, found, updates  # Their memory is free while the updates travel.
+        del matrices, found, updates  # Free their memory while the updates are in flight.
         yield
         with record_function("muon::scatter"):
             self._wait(work)
@@ -131,7 +131,7 @@ class Exchange:
         self._free.append(buffer)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over the ranks; all of them call this."""
+        """Return the sum of a tensor over the ranks. All ranks call this."""
         values = values.to(self._device)
         with record_function("muon::sum"):
             self._wait(dist.all_reduce(values, group=self._group, async_op=True))
@@ -163,34 +163,34 @@ _Chunks = Sequence[Sequence[tuple[int, tierstore.pages.Chunk]]]
 
 
 def pack(averages: torch.Tensor, wire: torch.Tensor) -> None:
-    """Write float32 averages of shape (..., 1) in the dtype of the wire, without rounding."""
+    """Write float32 averages of shape (..., 1) to the dtype of the wire, without rounding."""
     wire.copy_(_in_dtype(averages, wire.dtype))
 
 
 def unpack(wire: torch.Tensor, averages: torch.Tensor) -> None:
-    """Read what pack() wrote."""
+    """Read averages that pack() has written."""
     _in_dtype(averages, wire.dtype).copy_(wire)
 
 
 def _in_dtype(averages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float32 averages of shape (..., 1) as numbers of a narrower dtype with their bits."""
+    """Return the bits of float32 averages of shape (..., 1) as numbers of a narrower dtype."""
     return averages.view(dtype) if dtype.itemsize < averages.itemsize else averages
 
 
 def _numel(chunk: tierstore.pages.Chunk, width: int) -> int:
-    """Return the numbers that travel with a chunk, ``width`` of them for each row."""
+    """Return the count of numbers sent for a chunk, with ``width`` more for each row."""
     return chunk.numel + math.prod(chunk.sizes[:-1]) * width
 
 
 def _counts(chunks: _Chunks, width: int) -> list[int]:
-    """Return how many numbers travel to or from each rank."""
+    """Return how many numbers are sent to or received from each rank."""
     return [sum(_numel(chunk, width) for _, chunk in rank_chunks) for rank_chunks in chunks]
 
 
 def _views(
     buffer: torch.Tensor, chunks: _Chunks, width: int
 ) -> Iterator[tuple[int, tierstore.pages.Chunk, torch.Tensor, torch.Tensor]]:
-    """Yield (matrix, chunk, elements, averages) for each chunk, consecutive in the buffer.
+    """Yield (matrix, chunk, elements, averages) for each chunk, in the order of the buffer.
 
     Elements have the shape of the chunk, averages its shape with ``width`` for the last dimension.
     """

@@ -1,4 +1,4 @@
-"""The keys of param groups: everything that is known about each, in one table."""
+"""The keys of param groups: one table with all facts about each key."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BOTH = MUON + ADAMW
 
 
 class UnfitError(Exception):
-    """A value is not one of its key.
+    """A value does not fit its key.
 
     Args:
-        expected: what it must do, as "be a number".
-        advice: what to do about the value, from its first character on.
+        expected: what the value must do, such as "be a number".
+        advice: what to do about the value, including the leading punctuation.
     """
 
     def __init__(self, expected: str, advice: str = "") -> None:
@@ -39,40 +39,40 @@ class Key:
 
     name: str
     meaning: str
-    """Its sentence in docs/reference/param-groups.md."""
+    """Sentence about the key in docs/reference/param-groups.md."""
     of: tuple[str, ...] = field(default=BOTH, kw_only=True)
     """The algorithms whose groups may have the key."""
     defaults: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    """Algorithm -> value of a group that is given without the key. Groups of another algorithm need
-    not have it."""
+    """Algorithm -> value for a group that is passed without the key. Groups of another algorithm
+    need not have the key."""
     argument: tuple[str, ...] = field(default=(), kw_only=True)
-    """Algorithms whose default is the argument of this name that Muon was given."""
+    """Algorithms whose default is the argument of this name of Muon."""
     check: Callable[[Any], None] | None = field(default=None, kw_only=True)
-    """Raises UnfitError. None is not checked where it is the default, or where there is none."""
+    """Raises UnfitError. None is not checked if it is the default, or if the key has no default."""
     one_of: tuple[Any, ...] = field(default=(), kw_only=True)
     """All values, if they are few."""
     form: Callable[[Any], Any] | None = field(default=None, kw_only=True)
-    """The part of the value that pages depend on; it cannot change once they are laid out."""
+    """The part of the value that determines pages. It cannot change once pages are laid out."""
     is_loaded: bool = field(default=True, kw_only=True)
     """True if a state dict or a checkpoint changes the value."""
     is_planned: bool = field(default=False, kw_only=True)
     """True if the value changes a plan; see muon.plan."""
     only: bool | None = field(default=None, kw_only=True)
-    """For a key of other optimizers, the value that changes nothing here; others are refused."""
+    """For a key of other optimizers, the value without effect here. Other values are refused."""
     advice: str = field(default="leave it out", kw_only=True)
-    """The mend in the error for other values."""
+    """The advice in the error for other values."""
 
     def is_optional(self, algorithm: str) -> bool:
-        """Return whether None stands for an absent value."""
+        """Return whether None means that the value is absent."""
         return self.defaults.get(algorithm) is None
 
     def require_fit(self, value: Any) -> None:
         """Check a value.
 
         Raises:
-            UnfitError: it is not one of the key.
+            UnfitError: the value does not fit the key.
         """
-        # Compared by type, too: True is not 1, and a tensor compares elementwise.
+        # Also compare types: True is not 1, and a tensor compares elementwise.
         if self.one_of and not any(type(v) is type(value) and v == value for v in self.one_of):
             raise UnfitError(f"be one of {', '.join(map(_text, self.one_of))}")
         if self.check is not None:
@@ -88,8 +88,8 @@ def _text(value: object) -> str:
 
 def number(value: object) -> float | None:
     """Return a number of Python or numpy, or a tensor of one element, as a float; else None."""
-    # Most values are floats, and each step checks them in every group. Real, which numbers of
-    # numpy are, comes last: its check takes longer.
+    # Most values are floats, and each step checks them in every group. Check Real, which includes
+    # numpy numbers, last: it takes longer.
     if type(value) is float:
         return value
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype != torch.bool
@@ -98,8 +98,8 @@ def number(value: object) -> float | None:
     return None
 
 
-# Arrays and tensors are refused: some fail in the middle of a step, and torch.load() refuses a
-# state dict with arrays.
+# Refuse arrays and tensors: some fail in the middle of a step, and torch.load() refuses a state
+# dict with arrays.
 _TUPLE_ADVICE = ": pass a tuple of Python numbers"
 
 
@@ -117,7 +117,7 @@ def _are_numbers(values: object, count: int) -> bool:
 
 
 def _in(value: Any, low: float, high: float, expected: str) -> None:
-    """Check that a value is a number from low on that is below high."""
+    """Check that a value is a number in [low, high)."""
     found = value if type(value) is float else number(value)
     if found is None:
         is_long = isinstance(value, torch.Tensor) and value.numel() != 1
@@ -207,7 +207,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-# Facts about the keys that choose what pages hold.
+# Facts about the keys that determine the content of pages.
 _LAID_OUT: dict[str, Any] = {"form": _as_it_is, "is_loaded": False}
 _CORRECTED = "leave it out; AdamW corrects the bias of its averages"
 _DECOUPLED = "leave it out; the weight decay is decoupled, as in AdamW"
@@ -383,7 +383,7 @@ OTHER_NAMES = {
     "backend_steps": "ns_steps",
     "adjust_lr": "adjust_lr_fn",
 }
-"""Names that other libraries have for keys."""
+"""Names of keys in other libraries."""
 
 
 DEFAULTS = {key.name: key.defaults[key.argument[0]] for key in _TABLE if key.argument}
@@ -405,7 +405,7 @@ def defaults(algorithm: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of Muon that are defaults of keys."""
+    """Return the arguments of Muon that are defaults of keys."""
     return {name: arguments[name] for name in DEFAULTS}
 
 
@@ -414,13 +414,13 @@ _ABSENT = dict.fromkeys(name for name, _ in _FORMS)
 
 
 def form(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the pages of a group depend on."""
+    """Return the values that determine the pages of a group."""
     given = {**_ABSENT, **group}
     return {name: given[name] if of is _as_it_is else of(given[name]) for name, of in _FORMS}
 
 
 def loaded(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a saved group that loading gives a group."""
+    """Return the entries of a saved group that loading applies to a group."""
 
     def is_loaded(name: str, value: Any) -> bool:
         key = KEYS.get(name)
@@ -438,7 +438,7 @@ def not_loaded(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with numbers instead of tensors, but for "lr", as torch.optim computes it."""
+    """Return a group with numbers instead of tensors, except "lr", as in torch.optim."""
     types = set(map(type, (*group.values(), *group.get("betas", ()))))
     if torch.Tensor not in types:
         return group
@@ -453,12 +453,12 @@ def with_numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with the names of dtypes, as in state dicts, replaced by dtypes."""
+    """Return hyperparameters with names of dtypes, as in state dicts, replaced by dtypes."""
     return {key: _dtypes(key).get(str(value), value) for key, value in group.items()}
 
 
 def from_text(name: str, text: str) -> Any:
-    """Return the value of a key that a text stands for: "int8" is torch.int8, "true" is True.
+    """Return the value of a key from a text: "int8" is torch.int8, "true" is True.
 
     Another text is returned as it is, for the check of the key.
     """

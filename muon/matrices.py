@@ -1,15 +1,15 @@
 """Logical matrices: the matrices that a parameter holds, and their parts in its chunks.
 
-A declaration is a sequence of cuts, each applied to all matrices that the ones before it made:
+A declaration is a sequence of cuts. Each cut applies to all matrices that the earlier cuts made:
 
 - ``("split", dim, sizes)``: consecutive matrices of these sizes along a dimension.
-- ``("blocks", dim, size)``: consecutive matrices of one size, as the heads of a projection.
+- ``("blocks", dim, size)``: consecutive matrices of one size, such as the heads of a projection.
 - ``("interleaved", dim, count)``: matrix i has the indices i, i + count, i + 2 count, ...
-- ``("grid", rows, columns)``: equal blocks, so many along the rows and along the columns.
+- ``("grid", rows, columns)``: equal blocks; the numbers are the blocks along rows and columns.
 - ``("stack",)``: one matrix for each index of all but the last two dimensions.
 - ``("flatten",)``: one row for each index of the first dimension, as in convolutions.
-- ``("transposed",)``: rows are the inputs of the layer, as in GPT-2's Conv1D, which the scale of
-  the learning rate depends on.
+- ``("transposed",)``: rows are the inputs of the layer, as in GPT-2's Conv1D. The scale of the
+  learning rate depends on this.
 
 Example: the ``qkv`` of grouped-query attention with 32 query heads and 8 key heads of 128, each
 head a matrix: ``(("split", 0, (4096, 1024, 1024)), ("blocks", 0, 128))``.
@@ -35,12 +35,12 @@ class Part:
     index: tuple[slice, ...]
     """Indices in the chunk."""
     chunk: tierstore.pages.Chunk
-    """Place in the matrix, of shape ``Matrix.sizes``."""
+    """Place in the matrix of shape ``Matrix.sizes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """One matrix of a parameter: its indices in each dimension, which may have steps."""
+    """One matrix of a parameter: its indices in each dimension. Indices may have steps."""
 
     starts: tuple[int, ...]
     steps: tuple[int, ...]
@@ -82,10 +82,10 @@ class Matrix:
 
 
 def declared(group: Mapping[str, Any]) -> Declaration:
-    """Return the declaration of a param group, which may have lists.
+    """Return the declaration of a param group. Lists count as tuples.
 
     Raises:
-        ValueError: it is not a sequence of cuts.
+        ValueError: the declaration is not a sequence of cuts.
     """
     value = group.get("matrices")
     if value is None:
@@ -116,8 +116,8 @@ def matrices_of(shape: Sequence[int], declaration: Declaration = ()) -> tuple[Ma
     """Return the matrices of a parameter.
 
     Args:
-        shape: of the parameter.
-        declaration: of ``declared()``.
+        shape: shape of the parameter.
+        declaration: from ``declared()``.
 
     Raises:
         ValueError: the declaration does not fit the shape, or leaves more than two dimensions.
@@ -153,9 +153,9 @@ def _matrices_of(shape: tuple[int, ...], declaration: Declaration) -> tuple[Matr
 
 
 def unit_of(shape: Sequence[int], declaration: Declaration) -> int | None:
-    """Return the rows of the first dimension that a matrix needs together.
+    """Return the number of rows of the first dimension that a matrix needs together.
 
-    None if that is all of them, or if matrices need unequal ranges of rows.
+    None if a matrix needs all rows, or if matrices need unequal ranges of rows.
     """
     matrices = matrices_of(shape, declaration)
     counts = {matrix.sizes[0] for matrix in matrices}
@@ -219,13 +219,13 @@ def _grid(matrix: Matrix, rows: int, columns: int) -> Iterator[Matrix]:
 def _extent(matrix: Matrix, kind: str, dimension: int) -> int:
     if not 0 <= dimension < len(matrix.sizes):
         raise ValueError(
-            f"{kind!r} is of dimension {dimension}, and the parameter has {len(matrix.sizes)}"
+            f"{kind!r} is of dimension {dimension}, but the parameter has {len(matrix.sizes)}"
         )
     return matrix.sizes[dimension]
 
 
 def _with(matrix: Matrix, dimension: int, first: int, step: int, size: int) -> Matrix:
-    """Return the matrix with fewer indices in a dimension, counted in those that it has."""
+    """Return the matrix with a subset of its indices in a dimension."""
 
     def changed(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         return (*values[:dimension], value, *values[dimension + 1 :])

@@ -1,4 +1,4 @@
-"""The memory that Newton-Schulz of an optimizer takes."""
+"""The memory of an optimizer's Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muon.pipeline import compute_device
 
 
 def matrix_bytes(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the bytes that Newton-Schulz of the largest batch takes, where it is computed."""
+    """Return the bytes of Newton-Schulz of the largest batch, by the place of the computation."""
     found: dict[str, int] = {}
     for group in groups:
         for parameter in group["params"] if group["algorithm"] == "muon" else ():

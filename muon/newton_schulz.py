@@ -1,6 +1,6 @@
 """Newton-Schulz iteration: replaces the singular values of a matrix by values near one.
 
-The quintic iteration is that of Keller Jordan (https://kellerjordan.github.io/posts/muon/), as in
+The quintic iteration is by Keller Jordan (https://kellerjordan.github.io/posts/muon/), as in
 ``torch.optim.Muon``. The module also counts its multiplications and measures its fastest dtype.
 """
 
@@ -24,14 +24,14 @@ STEPS = 5
 EPS = 1e-7
 NORMS = (None, "scaled")
 METHODS = (None, "gram")
-_LARGE_ROWS = 512  # From here on _iterate_on_gram() is faster on a CPU, and never before.
+_LARGE_ROWS = 512  # Fewest rows for which _iterate_on_gram() is faster on a CPU.
 _STRIP_ROWS = 256
-_MANY_THREADS = 8  # A product of _STRIP_ROWS does not occupy them.
-_GPU_MULTIPLE = 8  # Products on a GPU of rows of another length take up to five times as long.
+_MANY_THREADS = 8  # A product of _STRIP_ROWS does not occupy more threads.
+_GPU_MULTIPLE = 8  # On a GPU, products with other row lengths take up to five times as long.
 _STEEPEST = 3.6  # A steeper polynomial would amplify rounding errors too much.
 _MEASURED_ROUNDS = 8
-_MEASURED_ROWS = 128  # Of the matrices of bfloat16_slowness().
-_BATCH_COUNT = 8  # Matrices of a batch; fewer of larger ones, which a GPU computes well alone.
+_MEASURED_ROWS = 128  # Rows of the matrices in bfloat16_slowness().
+_BATCH_COUNT = 8  # Matrices of a batch. Fewer if larger: a GPU computes large ones well alone.
 _BATCH_NUMEL = 1 << 20
 
 
@@ -51,25 +51,25 @@ def orthogonalize_(
 
     Args:
         matrix: shape (rows, columns), or (count, rows, columns) for a batch; contiguous, in
-            the dtype to compute in. The content is overwritten.
+            the dtype of the computation. The content is overwritten.
         coefficients: (a, b, c), one such triple for each step, or the name of a table of
             ``muon.coefficients``. The last triple of a table is repeated.
         steps: number of iterations.
-        eps: smallest norm to divide by, so that a zero matrix stays zero.
-        norm: "scaled": scale each matrix by a power of two first, so that its largest magnitude is
+        eps: smallest norm to divide by. A zero matrix then stays zero.
+        norm: "scaled": first scale each matrix by a power of two, so that its largest magnitude is
             in [0.5, 1). A matrix times a power of two then has the same update bit for bit, and
-            squares of its elements neither overflow nor vanish. None: do not.
-        method: "gram": where the shorter side is at least 512 and the other side twice as long,
+            squares of its elements neither overflow nor vanish. None: do not scale.
+        method: "gram": if the shorter side is at least 512 and the other side twice as long,
             iterate on X X^T, with full products and without reading from the device: 0.88 of the
-            operations for sides of 1 : 2, 0.7 for 1 : 3.5, which round differently. None: do not.
+            operations for sides of 1 : 2, 0.7 for 1 : 3.5. Rounds differently. None: do not.
 
     Returns:
         The update, of the same shape and dtype. For one contiguous matrix it equals the update
-        of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. But on
-        a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations, which
-        round differently; in 16 bits with more than 8 threads only one of 1024 or more, if the
-        other side is twice as long. On a GPU, a 16-bit matrix with a side that is not a multiple of
-        8 is filled up with zeros, which may round differently.
+        of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. There
+        are exceptions. On a CPU, matrices whose shorter side is at least 512 take fewer operations,
+        which round differently. In 16 bits with more than 8 threads, the limit is 1024, and the
+        other side must be twice as long. On a GPU, a 16-bit matrix with a side that is not a
+        multiple of 8 is padded with zeros, which may round differently.
     """
     for name, value, values in (("norm", norm, NORMS), ("method", method, METHODS)):
         if value not in values:
@@ -80,7 +80,7 @@ def orthogonalize_(
     is_single = wide.ndim == 2
     if norm == "scaled":
         _scale_(wide)
-    elif wide.dtype == torch.float16:  # Whose largest number, 65504, norms exceed.
+    elif wide.dtype == torch.float16:  # Norms exceed its largest number, 65504.
         _scale_(wide, only_down=True)
     # The Frobenius norm bounds the largest singular value, which must not exceed one.
     # Its shape is () for one matrix and (count, 1, 1) for several.
@@ -88,7 +88,7 @@ def orthogonalize_(
     wide.div_(length.clamp(min=eps))
     below, right = -rows % _GPU_MULTIPLE, -columns % _GPU_MULTIPLE
     is_filled = wide.is_cuda and wide.itemsize == 2 and below + right > 0
-    if is_filled:  # Rows and columns of zeros stay zeros, and change no sum.
+    if is_filled:  # Rows and columns of zeros stay zero and do not change sums.
         matrix = functional.pad(matrix, (0, right, 0, below))
         wide = matrix.mT if is_tall else matrix
     iterate = _iteration(wide, method)
@@ -109,8 +109,8 @@ def orthogonalize_all(
 ) -> list[torch.Tensor]:
     """Orthogonalize matrices one by one, or in batches of equal shape.
 
-    Batches are faster on a GPU, and round differently. Zeros fill a batch up to ``batch_count()``
-    matrices, so that an update does not depend on what else is in its batch.
+    Batches are faster on a GPU, and round differently. A batch is padded with zeros to
+    ``batch_count()`` matrices. An update then does not depend on the other matrices in its batch.
 
     Args:
         matrices: shapes (rows, columns), on one device and of one dtype. They are overwritten.
@@ -154,7 +154,7 @@ def batches(shapes: Sequence[tuple[int, ...]], *, batched: bool) -> list[list[in
 
 
 def batch_count(shape: Sequence[int]) -> int:
-    """Return the matrices of this shape in a batch, those of zeros that fill it up among them."""
+    """Return the number of matrices of this shape in a batch, including padding of zeros."""
     return max(1, min(_BATCH_COUNT, _BATCH_NUMEL // max(1, math.prod(shape))))
 
 
@@ -163,14 +163,14 @@ def numel_needed(
 ) -> int:
     """Return the elements that live at the peak of ``orthogonalize_all()`` of one batch.
 
-    On a GPU those are the matrices given, the matrices before and after a step, and two square
-    products of the shorter side, or as much as five with ``method="gram"``; a batch is a copy more,
-    and so is a matrix that is filled up. On a CPU about five of each were measured: the products
-    there keep packed copies of their operands.
+    On a GPU these are the given matrices, the matrices before and after a step, and two square
+    products of the shorter side (up to five with ``method="gram"``). Batching needs one more copy,
+    and so does padding. On a CPU about five of each were measured: products there keep packed
+    copies of their operands.
 
     Args:
         shape: (rows, columns) of each matrix.
-        count: number of matrices of the batch; they are given and returned in memory of their own.
+        count: number of matrices of the batch. Inputs and results are in separate memory.
         on_gpu: whether the matrices are on a GPU.
         method: as for ``orthogonalize_``.
     """
@@ -185,33 +185,33 @@ def cost(shape: tuple[int, int]) -> int:
     """Return the multiplications of one Newton-Schulz step, for comparing shapes.
 
     For r rows and c columns, r <= c: r^2 c for X X^T, r^3 for its square and r^2 c for the
-    product with X. Large matrices take other proportions on a CPU, but ranks balanced by this
-    cost stay balanced there: at most 1.08 of the mean, for the shapes of Llama on 64 ranks.
+    product with X. Large matrices have other proportions on a CPU, but ranks that are balanced by
+    this cost stay balanced there: at most 1.08 of the mean, for the shapes of Llama on 64 ranks.
     """
     rows, columns = sorted(shape)
     return rows**2 * (2 * columns + rows)
 
 
 def flops(shape: tuple[int, int], steps: int = STEPS) -> int:
-    """Return the floating-point operations of Newton-Schulz, also where fewer are done."""
+    """Return the nominal floating-point operations of Newton-Schulz, even if fewer are done."""
     return 2 * steps * cost(shape)
 
 
 def _scale_(wide: torch.Tensor, *, only_down: bool = False) -> None:
     """Multiply each matrix by a power of two, so that its largest magnitude is in [0.5, 1).
 
-    A matrix of zeros, and one with NaN or infinite elements, stays as it is.
+    A matrix of zeros, or with NaN or infinite elements, does not change.
 
     Args:
         wide: shape (..., rows, columns).
-        only_down: leave smaller matrices as they are.
+        only_down: do not change smaller matrices.
     """
     largest = torch.linalg.vector_norm(wide, math.inf, dim=(-2, -1), keepdim=True)
     wider = torch.promote_types(wide.dtype, torch.float32)
     exponent = torch.frexp(largest.to(wider)).exponent  # (..., 1, 1)
     if only_down:
         exponent = exponent.clamp(min=0)
-    # In two factors, since that of a subnormal number would overflow.
+    # Use two factors: a single factor would overflow for a subnormal number.
     for part in (exponent // 2, exponent - exponent // 2):
         wide.mul_(torch.ldexp(torch.ones_like(largest), -part))
 
@@ -219,7 +219,7 @@ def _scale_(wide: torch.Tensor, *, only_down: bool = False) -> None:
 def _iteration(
     wide: torch.Tensor, method: str | None
 ) -> Callable[[torch.Tensor, Sequence[Triple]], torch.Tensor]:
-    """Return the function that iterates on a matrix; other implementations have their place here.
+    """Return the function that iterates on a matrix. Add other implementations here.
 
     Args:
         wide: shape (..., rows, columns), rows <= columns.
@@ -233,7 +233,7 @@ def _iteration(
 
 
 def _is_long(rows: int, columns: int) -> bool:
-    """Return whether full products with X X^T are fewer operations, and large ones."""
+    """Return whether full products with X X^T are large and take fewer operations."""
     return rows >= _LARGE_ROWS and columns >= 2 * rows
 
 
@@ -262,17 +262,16 @@ def _iterate_on_gram(
 
     With P = a I + b A + c A^2, a step maps X to P X, hence A to P A P, and multiplies the
     product Q of all P so far by P. All factors are polynomials in A: they commute and are
-    symmetric, so half of each product suffices. About the mean of the diagonal of P is kept
-    apart as a number, so that the rest is small and rounds little. Rounding errors still grow
-    up to a times with each step: after two steps Q is applied to X and A is computed again;
-    all five steps at once diverge. The first three steps may share one Q, because nearly all
-    singular values are small then and Q is nearly a multiple of I. For a nearly square X a
-    product with X costs little more than a product with A, so every step applies its own P; so do
-    steps near a steep one.
+    symmetric, so half of each product suffices. A number near the mean of the diagonal of P is
+    kept separately. The rest is then small and rounds little. Rounding errors still grow up to a
+    times with each step. Therefore Q is applied to X after two steps, and A is computed again.
+    All five steps at once would diverge. The first three steps may share one Q, because nearly
+    all singular values are then small and Q is nearly a multiple of I. For a nearly square X, a
+    product with X costs little more than a product with A, so every step applies its own P. Steps
+    near a steep step do the same.
 
-    With ``is_fixed`` nothing is read from the device, and products are whole ones, which a GPU
-    computes in one launch: the number kept apart is the middle between a singular value of zero
-    and of one.
+    With ``is_fixed`` nothing is read from the device, and products are full: a GPU computes each
+    in one launch. The separate number is then the middle between singular values of zero and one.
     """
     addmm = torch.addmm if is_fixed else _symmetric_addmm
     rows, columns = wide.shape
@@ -359,7 +358,7 @@ def _symmetric_addmm(
 
 @functools.cache
 def bfloat16_slowness() -> float:
-    """Return the time of a product of bfloat16 matrices on this CPU, in times of float32.
+    """Return the time of a bfloat16 matrix product on this CPU, relative to float32.
 
     The measurement takes at most about 0.1 s, once per process. Both dtypes take turns on one
     thread, and the shortest time of each dtype counts, as in fastest_dtype().
@@ -418,7 +417,7 @@ def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
 
 
 def _seconds(matrix: torch.Tensor) -> float:
-    """Return the seconds that one matrix takes; its content is overwritten."""
+    """Return the seconds for one matrix. Its content is overwritten."""
     if matrix.is_cuda:
         torch.cuda.synchronize(matrix.device)
     began = time.perf_counter()

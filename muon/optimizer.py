@@ -172,21 +172,21 @@ class Muon(tierstore.PagedOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
+        """Add a group, as in ``torch.optim``. The next step lays out its pages.
 
         Raises:
-            TypeError: the group is not a dict, or has something else than tensors.
+            TypeError: the group is not a dict, or its parameters are not tensors.
             ValueError: as in the constructor. The optimizer is unchanged.
         """
         super().add_param_group(param_group)
-        # Schedulers find here whether they cycle the betas of all groups or their momentum.
+        # Schedulers read this to decide whether to cycle the betas or the momentum of all groups.
         if param_group["algorithm"] == "muon":
             self.defaults.pop("betas", None)
         elif len(self.param_groups) == 1:
             self.defaults["betas"] = KEYS["betas"].defaults["adamw"]
 
     def _is_cycled_without_muon(self, group: Mapping[str, Any]) -> bool:
-        """True if a scheduler that was made for AdamW groups alone cycles a new Muon group."""
+        """True if a scheduler that was made for AdamW groups only cycles a new Muon group."""
         cycles_betas = "betas" in self.defaults and any(
             "max_momentum" in other for other in self.param_groups
         )
@@ -229,33 +229,32 @@ class Muon(tierstore.PagedOptimizer):
         *,
         qk_logits: Mapping[str, Sequence[float] | torch.Tensor] | None = None,
     ) -> Any:
-        """Do one step with the gradients in ``.grad``, which are not modified.
+        """Do one step with the gradients in ``.grad``. Gradients are not modified.
 
         Args:
             closure: evaluates the model and returns the loss. It may fill ``qk_logits``.
-            qk_logits: for attention layers of ``qk_clip`` the largest attention logit of each head
-                that this rank saw, before the softmax: a head that it does not have has -inf. All
-                ranks pass it, or none. Heads above the threshold in the largest over the ranks are
-                scaled after their update; see ``muon.QKClip``. Parameters without a gradient are
-                not scaled.
+            qk_logits: for attention layers of ``qk_clip``, the largest attention logit of each head
+                on this rank, before the softmax; -inf for a head that the rank does not have. All
+                ranks pass it, or none. If the largest logit over the ranks exceeds the threshold,
+                the head is scaled after its update; see ``muon.QKClip``. Parameters without a
+                gradient are not scaled.
 
         Returns:
             The result of the closure, or None.
 
         Raises:
             tierstore.NonFiniteGradientError: a gradient is not finite, and ``nonfinite`` is
-                "raise". Nothing was changed; or, for gradients on a GPU and a store with a
-                commit, the store has failed before it committed the step.
+                "raise". Nothing was changed. Exception: with gradients on a GPU and a store with
+                a commit, the store has failed, and the step was not committed.
             ValueError: ranks that hold the same elements have different gradients: reduce
                 gradients before the step. Or see ``missing``. Or ``qk_logits`` does not fit
                 ``qk_clip``, or has a NaN. Nothing was changed.
             StorageError, CorruptionError: pages could not be read or written. If a page was
-                stepped already, the store is failed, and restore() returns to the last commit.
+                stepped already, the store has failed: restore() returns to the last commit.
 
         Warns:
-            UserWarning: this is the first step after restore(), and the lr of a group is not the
-                committed one; or this is the first step, and the CPU that computes it is slow in
-                bfloat16.
+            UserWarning: in the first step after restore(), the lr of a group differs from the
+                committed lr; or in the first step, the CPU that computes it is slow in bfloat16.
         """
         self._qk_logits = qk_logits  # The closure may fill it.
         try:
@@ -269,18 +268,18 @@ class Muon(tierstore.PagedOptimizer):
         return self.store.pages.window_max
 
     def prepare_groups(self) -> None:
-        """Bring param groups into order that a scheduler has written to."""
+        """Normalize param groups after a scheduler has written to them."""
         cycle_betas(self.param_groups)
 
     def check_group(self, group: dict[str, Any], number: int) -> None:
         """Check the hyperparameters of a group; see ``muon.checks.check_hyperparameters``."""
         check_hyperparameters(group, number)
-        # It may have been changed.
+        # The value may have changed.
         if group.get("block_grid") is not None and number < len(self._attached.groups):
             self._check_matrices(number)
 
     def prepare_step(self) -> None:
-        """Warn before the first step of slow Newton-Schulz, and agree on what QK-clip scales."""
+        """Warn about slow Newton-Schulz before the first step; agree on the scales of QK-clip."""
         if self._may_be_slow:
             self._may_be_slow = False
             warn_of_slow_bfloat16(self.store, self.param_groups)
@@ -304,12 +303,12 @@ class Muon(tierstore.PagedOptimizer):
         """Return the floating-point operations of Newton-Schulz of each rank in the last step.
 
         Computed without other ranks. Nominal: 20 r^2 c + 10 r^3 for a matrix of r rows and c
-        columns, r <= c, and five iterations, also where fewer operations are done.
+        columns, r <= c, and five iterations, even if fewer operations are done.
         """
         return self._pipeline.flops_by_rank()
 
     def _options(self) -> str:
-        """Describe the options that all ranks must have, and no hyperparameter tells."""
+        """Describe the options that all ranks must share and that are not hyperparameters."""
         threshold = None if self._qk_clip is None else self._qk_clip.threshold
         hooks = ", ".join(type(hook).__name__ for hook in self._hooks)
         return f"the hooks [{hooks}] and a QK-clip of threshold {threshold}"
@@ -317,7 +316,7 @@ class Muon(tierstore.PagedOptimizer):
     def _qk_scales(
         self, qk_logits: Mapping[str, Sequence[float] | torch.Tensor] | None
     ) -> dict[str, list[Scale]]:
-        """Return by name of a parameter what QK-clip scales in this step."""
+        """Return parameter name -> scales of QK-clip in this step."""
         if qk_logits is None:
             return {}
         if self._qk_clip is None:
@@ -327,14 +326,14 @@ class Muon(tierstore.PagedOptimizer):
             for layer, values in qk_logits.items()
         }
         ranks = self.store.pages.ranks
-        if ranks is not None:  # Of another name than a step without logits, which gathers nothing.
+        if ranks is not None:  # A step without logits gathers nothing: use another name for it.
             ranks.roll_call("step(qk_logits=)")
         logits = plain if ranks is None else largest(ranks.gather(plain))
         return self._qk_clip.scales(logits, self._attached.find)
 
     @property
     def keys(self) -> Collection[str]:
-        """The keys of param groups that have a meaning."""
+        """The known keys of param groups."""
         return KEYS.keys() - {"params", "param_names"}
 
     def scalars_of(self, group: Mapping[str, Any]) -> Mapping[str, float]:
@@ -342,25 +341,25 @@ class Muon(tierstore.PagedOptimizer):
         return {} if group["algorithm"] == "muon" else {"step": 0.0}
 
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the pages of a param group depend on."""
+        """Return the values that determine the pages of a param group."""
         return form(group)
 
     def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters that a checkpoint has for the parameters of a group."""
+        """Check the hyperparameters in a checkpoint for the parameters of a group."""
         check_in_checkpoint(group, saved, number)
 
     def check_resumed(
         self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int
     ) -> None:
-        """Check that a run, which may be a converted one, is of the rule of the group."""
+        """Check that a run, possibly a converted one, is of the rule of the group."""
         check_rule(group, saved, number)
 
     def loaded(self, group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return the hyperparameters that a group of a state dict gives a param group."""
+        """Return the hyperparameters that a param group gets from a group of a state dict."""
         return loaded_from(group, saved, number)
 
     def unpacked(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return hyperparameters with the names of dtypes, as saved, replaced by dtypes."""
+        """Return saved hyperparameters with names of dtypes replaced by dtypes."""
         return with_dtypes(saved)
 
     def not_loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,14 +367,14 @@ class Muon(tierstore.PagedOptimizer):
         return not_loaded(group)
 
     def memory_of_rule(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that Newton-Schulz of the largest batch takes."""
+        """Return the bytes of Newton-Schulz of the largest batch."""
         found = matrix_bytes(self.store, self.param_groups)
         return {place: {"matrices of Newton-Schulz": nbytes} for place, nbytes in found.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the optimizer needs, with copies of the states."""
+        """Return the content of a copy of the optimizer, with copies of the states."""
         kept = super().__getstate__()
-        del kept["_pipeline"]  # A copy has a store of its own.
+        del kept["_pipeline"]  # A copy gets a new store.
         return kept
 
     def _use_store(self, store: tierstore.TierStore) -> None:
@@ -408,7 +407,7 @@ class Muon(tierstore.PagedOptimizer):
     def paged_parameter(
         self, group: Mapping[str, Any], name: str, tensor: torch.Tensor, **placing: Any
     ) -> tierstore.pages.PagedParameter:
-        """Return a parameter of a group as it is paged."""
+        """Return the PagedParameter of a parameter of a group."""
         is_muon = group["algorithm"] == "muon"
         if is_muon:
             check_matrices(name, tensor.shape, group)

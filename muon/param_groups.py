@@ -7,9 +7,9 @@ from typing import Any
 
 
 def cycle_betas(groups: Sequence[dict[str, Any]]) -> None:
-    """Make the momentum that a scheduler gave an AdamW group the first of its betas.
+    """Copy the momentum that a scheduler has set in an AdamW group to its first beta.
 
-    A scheduler that cycles momentum gives it to all groups if there are Muon groups.
+    If Muon groups exist, a scheduler that cycles momentum sets it in all groups.
     """
     for group in groups:
         cycled = {"momentum", "max_momentum", "betas"} <= group.keys()

@@ -1,7 +1,7 @@
 """One sweep of Muon over pages: momentum, gather, Newton-Schulz, scatter, apply.
 
-Matrices that lie on several ranks are exchanged in rounds: while one round is orthogonalized, the
-next is gathered and the updates of the previous one return. Every rank issues these collectives
+Matrices that are on several ranks are exchanged in rounds. While one round is orthogonalized, the
+next is gathered and the updates of the previous round return. Every rank issues these collectives
 in the same order.
 """
 
@@ -35,7 +35,7 @@ ROUNDS_MAX = 3
 """Rounds in flight: one is gathered, one is orthogonalized, and the updates of one return."""
 
 _PLANS_MAX = 4
-"""Plans kept: those of whole matrices and of blocks, with and without some parameters."""
+"""Plans kept: for whole matrices and for blocks, with and without some parameters."""
 
 _InFlight = deque[tuple[int, Iterator[None]]]
 """Page number and stages of each round that has begun, oldest first: all but the newest have
@@ -47,11 +47,11 @@ class PagePlan:
     """The matrices of a page, and the rounds that exchange some of them."""
 
     places: Sequence[tuple[int, Matrix]]
-    """For each matrix the position of its parameter among those of the page with a gradient."""
+    """Position of each matrix's parameter among the parameters of the page with a gradient."""
     owners: Sequence[int]
     """The rank that orthogonalizes each matrix."""
     rounds: Sequence[Round]
-    """They number the matrices by their positions in ``places``."""
+    """The rounds number the matrices by their positions in ``places``."""
 
 
 def plan_pages(
@@ -92,8 +92,8 @@ def plan_pages(
                 names.append(shard.spec.name)
         itemsizes.append(group["ns_dtype"].itemsize if is_muon else 0)
     matrices = list(itertools.chain.from_iterable(pages))
-    # Owners of all pages are chosen at once, which balances the whole sweep. Equal matrices go to
-    # the ranks in turn, which also balances the matrices that are stepped at the same time.
+    # Choose the owners of all pages at once, to balance the whole sweep. Equal matrices go to the
+    # ranks in turn. This also balances the matrices that are stepped at the same time.
     owners = iter(assign_owners(matrices, [0] * world_size)[0])
     owners_by_page = [list(itertools.islice(owners, len(page))) for page in pages]
     needs = [
@@ -129,8 +129,8 @@ _Known = dict[tuple[tierstore.pages.SharedShard, Declaration], list[tuple[Matrix
 def shared_matrices(
     shard: tierstore.pages.SharedShard, declaration: Declaration, known: _Known
 ) -> list[tuple[Matrix, SharedMatrix]]:
-    """Return the matrices of a shard, and how ranks cut them; shards cut alike share the result."""
-    # Chunks of all ranks take long to list, so the key is what they follow from: all but the name.
+    """Return the matrices of a shard and the cuts of ranks. Shards cut alike share the result."""
+    # Listing the chunks of all ranks is slow. The key has their inputs: all except the name.
     nameless = replace(shard.parameter, spec=replace(shard.spec, name=""))
     key = replace(shard, parameter=nameless), declaration
     if key not in known:
@@ -139,7 +139,7 @@ def shared_matrices(
         for matrix in matrices_of(shard.spec.shape, declaration):
             parts = [[matrix.part(chunk) for chunk in chunks] for chunks in ranks]
             chunks = tuple(tuple(part.chunk for part in own if part) for own in parts)
-            if any(chunks):  # Others are in other pages.
+            if any(chunks):  # Matrices without chunks are in other pages.
                 shared = SharedMatrix(shape=matrix.shape, chunks=chunks, sizes=matrix.sizes)
                 known[key].append((matrix, shared))
     return known[key]
@@ -186,17 +186,17 @@ class Pipeline:
     def open(
         self, pages: tierstore.pages.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
     ) -> None:
-        """Make the process group that matrices are exchanged over, if ranks share any.
+        """Make the process group for the exchange of matrices, if ranks share any matrix.
 
         All ranks call this together.
 
         Args:
             pages: the first sweep.
-            groups: all param groups, with whole matrices where steps are of blocks.
-            options: describes the options that must be the same on all ranks.
+            groups: all param groups, with whole matrices in place of blocks.
+            options: text for the options that must be the same on all ranks.
 
         Raises:
-            ValueError: ranks have other options, or a matrix needs more than ``gather_memory``.
+            ValueError: options differ between ranks, or a matrix needs more than ``gather_memory``.
         """
         ranks = self._store.pages.ranks
         matrices = [p for group in groups if group["algorithm"] == "muon" for p in group["params"]]
@@ -208,13 +208,13 @@ class Pipeline:
         for rank, found in enumerate(of_ranks):
             if found != of_ranks[0]:
                 raise ValueError(
-                    f"the optimizer of rank 0 has {of_ranks[0]}, that of rank {rank} has {found}: "
+                    f"the optimizer has {of_ranks[0]} on rank 0 and {found} on rank {rank}: "
                     "all ranks step one model, so give them the same options"
                 )
         self._gather_memory = min(memories)
-        # Before ranks connect: a rank that is refused closes connections that others still make.
-        self._plan(pages, groups)  # Steps of blocks would find out late.
-        # The backend of a GPU does not send tensors that lie on the CPU.
+        # Plan before ranks connect: a refused rank closes connections that others still make.
+        self._plan(pages, groups)  # Steps of blocks would raise the error late.
+        # The backend of a GPU does not send CPU tensors.
         backend = "gloo" if device.type == "cpu" else None
         process_group = ranks.new_group(range(ranks.world_size), backend=backend)
         assert process_group is not None
@@ -235,7 +235,7 @@ class Pipeline:
             groups: all param groups.
             steps: for each AdamW parameter with a gradient the number of this step, from 1.
             window: number of pages that are valid at once.
-            extras: what else to do; ``sum`` is not used.
+            extras: additional work; ``sum`` is not used.
 
         Raises:
             ValueError: one matrix needs more than ``gather_memory``. No page was stepped.
@@ -265,7 +265,7 @@ class Pipeline:
         in_flight: _InFlight,
         extras: Extras,
     ) -> None:
-        """Step the matrices of a page that this rank has whole, and begin the exchanged ones."""
+        """Step the matrices that are whole on this rank, and begin to exchange the others."""
         places = None if plan is None else plan.places
         matrices = own_matrices(shards, group, places, extras.scales)
         rounds = [] if plan is None else plan.rounds
@@ -301,7 +301,7 @@ class Pipeline:
             )
             in_flight.append((number, stages))
             next(stages)
-            step_whole(whole, group, extras)  # While the first round is gathered.
+            step_whole(whole, group, extras)  # Overlaps with the gather of the first round.
             whole = []
             if len(in_flight) > 1:
                 _, previous = in_flight[-2]
@@ -334,11 +334,11 @@ class Pipeline:
 
 
 def _end(stages: Iterator[None]) -> None:
-    """Run the stages of a round that are left."""
+    """Run the remaining stages of a round."""
     for _ in stages:
         pass
 
 
 def compute_device(store: tierstore.TierStore, parameter: torch.Tensor) -> torch.device:
-    """Return the device that a parameter is stepped on."""
+    """Return the device that steps a parameter."""
     return store.pages.step_on or parameter.device

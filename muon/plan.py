@@ -1,4 +1,4 @@
-"""Answers of this optimizer to plans of runs; see ``tierstore.tools.plan``."""
+"""The interface of this optimizer to plans of runs; see ``tierstore.tools.plan``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muon.rates import ADAMW, MASTERS, MUON, NEWTON_SCHULZ, STATES, Work, operat
 from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
 
-# Arguments of Muon() that a plan may change, which is to say those that change it.
+# Arguments of Muon() that affect a plan. A plan may change them.
 _OPTIONS = (
     *(key.name for key in KEYS.values() if key.is_planned),
     *("gather_memory", "partition"),
@@ -32,18 +32,18 @@ def paged_groups(
     """Return param groups as a store would page them, without memory for any value.
 
     Args:
-        groups: the param groups, with named parameters as from ``param_groups()``; they may be on
-            the meta device.
+        groups: the param groups, with named parameters as from ``param_groups()``. Parameters may
+            be on the meta device.
         options: arguments of ``Muon`` other than ``store``.
 
     Raises:
-        ValueError, TypeError: as the constructor of ``Muon``.
+        ValueError, TypeError: as in the constructor of ``Muon``.
     """
     return _without_values(groups, options).paged_groups()
 
 
 def _without_values(groups: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> Muon:
-    """Return an optimizer of tensors of one element, expanded to the shapes of parameters."""
+    """Return an optimizer over one-element tensors that are expanded to the parameter shapes."""
     expanded = []
     for group in groups:
         params = [
@@ -55,7 +55,7 @@ def _without_values(groups: Iterable[Mapping[str, Any]], options: Mapping[str, A
 
 
 _GATHER_MEMORY, _GATHER_MEMORY_MAX = "2GiB", 2**40
-"""The default, and what no largest matrix needs."""
+"""The default, and a value larger than any matrix needs."""
 
 
 class MuonPlan:
@@ -70,11 +70,11 @@ class MuonPlan:
     )
 
     def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
-        """Measure what Muon computes on a device; see ``muon.rates.rates``."""
+        """Measure the computations of Muon on a device; see ``muon.rates.rates``."""
         return rates(device)
 
     def problem(self, device: torch.device) -> str | None:
-        """Return why steps on a device take more passes over memory, or None."""
+        """Return the reason why steps on a device take more passes over memory, or None."""
         return problem_of_kernels(device)
 
     def operations(self, work: Work) -> tuple[float, float]:
@@ -90,17 +90,17 @@ class MuonPlan:
             model: the model.
             algorithm: "muon", with AdamW where ``param_groups()`` puts it, or "adamw" for all
                 parameters.
-            on_gpu: whether steps are computed on a GPU, where small matrices are batched.
-            options: some of the arguments of ``Muon``: gather_memory, partition, and the keys that
-                change a plan; see ``muon.keys``. Values may be texts, such as "int8".
+            on_gpu: whether a GPU computes steps. Small matrices are then batched.
+            options: some arguments of ``Muon``: gather_memory, partition, and the keys that affect
+                a plan; see ``muon.keys``. Values may be texts, such as "int8".
 
         Raises:
-            ValueError, TypeError: as ``Muon``.
+            ValueError, TypeError: as in ``Muon``.
         """
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown:
             raise ValueError(
-                f"option {unknown[0]!r} changes no plan, expected are {', '.join(_OPTIONS)}"
+                f"option {unknown[0]!r} does not affect a plan, expected {', '.join(_OPTIONS)}"
             )
         chosen = {
             name: from_text(name, value) if name in KEYS and isinstance(value, str) else value
@@ -117,9 +117,9 @@ class PlannedMuon:
     """Muon over param groups without values.
 
     Args:
-        groups: as for ``paged_groups()``.
-        options: arguments of ``Muon``. Without ``gather_memory``, it is the default, doubled until
-            the largest matrix has room.
+        groups: as in ``paged_groups()``.
+        options: arguments of ``Muon``. Without ``gather_memory``, the default is doubled until the
+            largest matrix fits.
         is_adamw: whether AdamW steps all groups.
         on_gpu: whether steps are computed on a GPU.
     """
@@ -137,7 +137,7 @@ class PlannedMuon:
     ) -> None:
         optimizer = _without_values(groups, options)
         self.groups = optimizer.paged_groups()
-        """The param groups, as the store would page them."""
+        """The param groups in the form in which the store would page them."""
         self._options, self._is_adamw = dict(options), is_adamw
         self._on_gpu = on_gpu
         self._hyperparameters = [dict(group) for group in optimizer.param_groups]
@@ -145,7 +145,7 @@ class PlannedMuon:
 
     @property
     def call(self) -> str:
-        """Python code that makes the optimizer; after works() with the memory that it needs."""
+        """Python code that makes the optimizer. After works() it includes the needed memory."""
         return _call(self._options, is_adamw=self._is_adamw)
 
     def works(
@@ -154,16 +154,16 @@ class PlannedMuon:
         ranks: Sequence[int],
         world_size: int,
     ) -> tuple[list[list[tuple[Mapping[Work, int], int, int]]], int]:
-        """Return what each rank computes and exchanges for its page of each subgroup.
+        """Return the computations and messages of each rank for its page of each subgroup.
 
         Args:
             subgroups: all subgroups, in the order of the sweep.
-            ranks: the ranks that are asked for.
+            ranks: the ranks to return.
             world_size: number of ranks.
 
         Returns:
             For each of the ranks and each subgroup: how often each work is done, and the bytes of
-            matrices that the rank sends and receives in the gather; in the scatter, updates go the
+            matrices that the rank sends and receives in the gather. The scatter sends updates the
             other way. Then the most bytes that a rank holds besides pages: matrices, their
             products, and the rounds in flight.
 
@@ -220,7 +220,7 @@ class PlannedMuon:
 def _elements(
     subgroup: tierstore.pages.SharedSubgroup, rank: int, *, is_muon: bool
 ) -> Counter[Work]:
-    """Return the elementwise works of a rank: one for each matrix, or AdamW of all together."""
+    """Return the elementwise works of a rank: one for each matrix, or one for AdamW together."""
     works: Counter[Work] = Counter()
     together: Counter[tuple[str, str]] = Counter()
     for shard in subgroup.shards:
@@ -262,7 +262,7 @@ def _exchanged(rounds: Sequence[Round], rank: int) -> tuple[int, int]:
 
 
 def _call(options: Mapping[str, Any], *, is_adamw: bool) -> str:
-    """Return the code of the optimizer: with what differs from the defaults."""
+    """Return the code of the optimizer, with options that differ from the defaults."""
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     groups = "muon.param_groups(model, lr=0.02, adamw_lr=3e-4)"
     if is_adamw:

@@ -1,13 +1,12 @@
 """QK-clip: heads whose attention logits grow too large get smaller queries and keys.
 
-A head whose largest logit S is above the threshold has g = threshold / S, and what its logits are
-products of is multiplied by powers of g that make g together (Kimi K2, arXiv 2507.20534,
-algorithm 1):
+A head whose largest logit S is above the threshold gets g = threshold / S. Its queries and keys are
+scaled by powers of g whose product is g (Kimi K2, arXiv 2507.20534, algorithm 1):
 
-- a head with keys of its own: sqrt(g) for its queries and for its keys;
-- a head that shares its keys, as in grouped-query attention: g for its queries, because smaller
-  keys would change the other heads. So it is with the rotary key that all heads of latent attention
-  share: g for the rotary part of the queries, sqrt(g) for the other part and its keys.
+- a head with its own keys: sqrt(g) for its queries and for its keys;
+- a head with shared keys, as in grouped-query attention: g for its queries, because smaller keys
+  would change the other heads. In latent attention all heads share the rotary key: g for the rotary
+  part of the queries, sqrt(g) for the other part and its keys.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class HeadRows:
     power: float
     """The rows are multiplied by g to this power."""
     dimension: int = 0
-    """Dimension of the rows: 1 for weights whose columns are the outputs, as of GPT-2."""
+    """Dimension of the rows: 1 for weights whose columns are the outputs, as in GPT-2."""
 
     def __post_init__(self) -> None:
         shape = tuple(self.parameter.shape)
@@ -67,15 +66,15 @@ class Scale:
 class QKClip:
     """Rows to scale where the attention logits of a head exceed a threshold.
 
-    Give it to ``muon.Muon(qk_clip=)``, and the largest logits to ``step(qk_logits=)``. Queries and
-    keys with norms of their own (QK-norm) have bounded logits and need none.
+    Pass it to ``muon.Muon(qk_clip=)``, and the largest logits to ``step(qk_logits=)``. Queries and
+    keys with norms (QK-norm) have bounded logits and do not need QK-clip.
 
     Args:
-        layers: for the name of each attention layer the rows of its heads.
-        threshold: the largest logit that is left as it is; 100 in Kimi K2.
+        layers: name of each attention layer -> the rows of its heads.
+        threshold: the largest logit that is not scaled; 100 in Kimi K2.
 
     Raises:
-        ValueError: there is no layer, or the threshold is not a positive number.
+        ValueError: ``layers`` is empty, or the threshold is not a positive number.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class QKClip:
 
     @classmethod
     def of(cls, model: nn.Module, *, threshold: float = 100.0) -> QKClip:
-        """Find the attention layers of a model, as ``transformers`` builds them.
+        """Find the attention layers of a model that is built like the models in ``transformers``.
 
-        Found are modules with ``q_proj``, ``k_proj`` and ``head_dim`` (Llama, Qwen2, Mixtral), with
+        Finds modules with ``q_proj``, ``k_proj`` and ``head_dim`` (Llama, Qwen2, Mixtral), with
         ``kv_b_proj`` (latent attention of DeepSeek-V3 and Kimi K2), and with ``c_attn`` (GPT-2).
-        Their names are keys of ``qk_logits``. Modules of other kinds have no such layer. Call it
-        after the model was sharded.
+        Their names are keys of ``qk_logits``. Other modules are skipped. Call it after the model
+        was sharded.
 
         Raises:
             ValueError: no layer was found, or one has QK-norm.
@@ -124,11 +123,11 @@ class QKClip:
         logits: Mapping[str, Sequence[float]],
         find: Callable[[torch.Tensor], tierstore.pages.PagedParameter | None],
     ) -> dict[str, list[Scale]]:
-        """Return by name the factors of each parameter of which a head exceeds the threshold.
+        """Return name -> factors, for each parameter with a head above the threshold.
 
         Args:
-            logits: for each layer the largest logit of each head. A head of which nothing was seen
-                has -inf.
+            logits: for each layer, the largest logit of each head; -inf for a head without a
+                logit.
             find: returns the parameter of a tensor, if a param group has it.
 
         Raises:
@@ -153,16 +152,16 @@ class QKClip:
                         "attention overflowed, so the step was not done"
                     )
             for rows in self.layers[layer]:
-                # Of all rows, so that the first step tells, and not the first head that is scaled.
+                # Check all rows, so that the first step raises, not the first scaled head.
                 parameter = find(rows.parameter)
                 if parameter is None:
                     raise ValueError(
                         f"QK-clip scales a parameter of layer {layer!r}, of shape "
                         f"{list(rows.parameter.shape)}, that is in no param group: make QKClip of "
-                        "the model that the groups are of, after it was sharded, and give layers "
-                        "with frozen projections no qk_logits"
+                        "the model of the groups, after it was sharded, and do not pass qk_logits "
+                        "for layers with frozen projections"
                     )
-                # Also logits below zero stay: the largest is no measure of their size then.
+                # Negative logits are not scaled: the largest does not measure their size.
                 if maxima[rows.head] > self.threshold:
                     factor = (self.threshold / maxima[rows.head]) ** rows.power
                     scale = Scale(rows.dimension, rows.start, rows.stop, factor)
@@ -171,7 +170,7 @@ class QKClip:
 
 
 def largest(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Return the largest logit of each head over the ranks, which may have different layers.
+    """Return the largest logit of each head over the ranks. Ranks may have different layers.
 
     Raises:
         ValueError: ranks have different numbers of heads for one layer.
@@ -185,7 +184,7 @@ def largest(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list
                     f"qk_logits of layer {layer!r} has {len(known)} heads on one rank and "
                     f"{len(maxima)} on another"
                 )
-            # max() ignores a NaN that comes second.
+            # max() ignores a NaN in second place.
             pairs = zip(known, maxima, strict=True)
             found[layer] = [b if math.isnan(b) else max(a, b) for a, b in pairs]
     return found
@@ -194,11 +193,11 @@ def largest(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list
 def factors(
     scales: Sequence[Scale], chunk: tierstore.pages.Chunk, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return tensors that broadcast to a chunk of a parameter, one for each dimension scaled.
+    """Return tensors that broadcast to a chunk of a parameter, one for each scaled dimension.
 
     Args:
-        scales: of the parameter. Where they overlap, as those of layers that share a projection,
-            the smallest factor holds.
+        scales: scales of the parameter. Where scales overlap, for example for layers that share a
+            projection, the smallest factor applies.
         chunk: place of the chunk in the parameter.
         like: has the device of the chunk, and the dtype of the parameter.
 
@@ -232,7 +231,7 @@ def _rows_of(module: Any) -> Iterator[HeadRows]:
         if layer.weight.shape[1] != 3 * width:  # GPT-BigCode has a Linear of this name.
             return
         for head in range(module.num_heads):
-            for start in (0, width):  # Queries, keys.
+            for start in (0, width):  # Queries, then keys.
                 yield from _both(layer, start + head * size, size, head, 0.5, dimension=1)
 
 
@@ -247,7 +246,7 @@ def _projections(module: Any, size: int) -> Iterator[HeadRows]:
 
 def _latent(module: Any) -> Iterator[HeadRows]:
     plain, rotary, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
-    queries = getattr(module, "q_b_proj", None)  # None also where queries are not compressed.
+    queries = getattr(module, "q_b_proj", None)  # Also None if queries are not compressed.
     queries = module.q_proj if queries is None else queries
     for head in range(queries.weight.shape[0] // (plain + rotary)):
         start = head * (plain + rotary)

@@ -1,4 +1,4 @@
-"""Rates of a machine for what Muon computes, as ``tierstore probe`` measures them."""
+"""Rates of a machine for the computations of Muon, measured by ``tierstore probe``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Work = tuple[str, tuple[int, int, int], str]
 
 NEWTON_SCHULZ, MUON, ADAMW = "newton_schulz", "muon_elements", "adamw_elements"
 MASTERS, STATES = "_of_encoded_masters", "_of_encoded_states"
-"""Ends of the names of elementwise works: masters are in fewer bytes, or states in 8 bits also."""
+"""Suffixes of the names of elementwise works: encoded masters only, or also 8-bit states."""
 _ENCODINGS: dict[str, dict[str, Any]] = {
     "": {},
     MASTERS: {"master": "24bit"},
@@ -45,11 +45,11 @@ _GPU_SHAPES = (
     (1, 4096, 16384),
     (32, 256, 256),
 )
-# A small one shows what a call takes, a large one is more than caches hold.
+# The small one shows the cost of a call. The large one exceeds the caches.
 _ELEMENTS = ((256, 256), (16384, 1024))
 _GPU_ELEMENTS = ((256, 256), (16384, 4096))
 _ROUNDS = 5
-# For each work: other work on the machine comes and goes meanwhile.
+# For each work: other load on the machine varies during this time.
 _SECONDS = 0.25
 _SECONDS_MAX = 0.5  # With fewer rounds.
 
@@ -57,9 +57,9 @@ _SECONDS_MAX = 0.5  # With fewer rounds.
 def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
     """Measure Newton-Schulz of several shapes, and the elementwise parts of steps.
 
-    Newton-Schulz runs in the dtype of ``ns_dtype="auto"``. The elementwise parts are those of a
-    step in memory, the comparison and rounding of parameters included, for parameters in float32
-    and in bfloat16, and for bfloat16 with states in fewer bytes.
+    Newton-Schulz runs in the dtype of ``ns_dtype="auto"``. The elementwise parts are the same as in
+    a step in memory, including comparison and rounding of parameters: for parameters in float32,
+    in bfloat16, and in bfloat16 with states in fewer bytes.
 
     Yields:
         The work, and the seconds of each round.

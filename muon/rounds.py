@@ -1,7 +1,7 @@
-"""Owners and rounds of matrices that lie on several ranks.
+"""Owners and rounds of matrices that are on several ranks.
 
-The owner of a matrix orthogonalizes it; the matrices of a round are exchanged together. Both
-follow from shapes and chunks alone, so every rank computes the same plan without communication.
+The owner of a matrix orthogonalizes it. The matrices of a round are exchanged together. Owners and
+rounds follow from shapes and chunks, so every rank computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import tierstore
 from muon import newton_schulz, normuon
 
 UNEVEN_MAX = 1.1
-"""Load of a rank over the mean load, above which a rank without a part of a matrix may own it.
+"""Limit of the load of a rank over the mean. Above it, a rank without a part may be the owner.
 
-Such a matrix is sent whole to its owner and back, which takes less time than orthogonalizing it on
+The whole matrix is then sent to its owner and back. This takes less time than orthogonalizing it on
 a busy rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMatrix:
-    """A matrix whose elements lie on several ranks.
+    """A matrix whose elements are on several ranks.
 
-    Equal matrices may share one object, which saves time and memory proportional to the ranks.
+    Equal matrices may share one object. This saves time and memory proportional to the ranks.
 
     Raises:
         ValueError: a chunk lies outside of the matrix, or the chunks have more or fewer elements
@@ -41,7 +41,7 @@ class SharedMatrix:
     """The chunks of each rank. Each element of the matrix lies in one chunk of one rank."""
 
     sizes: tuple[int, ...] = ()
-    """The shape in which chunks are rectangles, and the matrix is row-major; (): ``shape``."""
+    """The shape in which chunks are rectangles and the matrix is row-major; (): ``shape``."""
 
     numels: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Number of elements on each rank."""
@@ -84,18 +84,18 @@ def assign_owners(
 ) -> tuple[list[int], list[int]]:
     """Return the owner of each matrix, and the load of each rank with these matrices.
 
-    A matrix that is whole on a rank is owned by that rank. The other matrices are assigned by
-    decreasing cost, earlier ones first among equals. Each goes to the rank with the least load
-    among the ranks that hold a part of it, or among all ranks if that rank would exceed UNEVEN_MAX;
-    among equal loads to the rank with the largest part, then to the lowest rank. Pass all matrices
-    of a step at once: several calls balance less well.
+    If a matrix is whole on a rank, that rank owns it. The other matrices are assigned by decreasing
+    cost (ties: earlier first). Each goes to the least loaded rank that holds a part of it. If that
+    rank would exceed UNEVEN_MAX, it goes to the least loaded of all ranks. Ties go to the rank with
+    the largest part, then to the lowest rank. Pass all matrices of a step at once: several calls
+    balance less well.
 
     Args:
-        matrices: all over the same ranks.
+        matrices: all matrices, over the same ranks.
         loads: load that each rank already has, in the unit of ``newton_schulz.cost``.
 
     Raises:
-        ValueError: a matrix lies over more or fewer ranks than there are loads.
+        ValueError: the number of ranks of a matrix differs from the number of loads.
     """
     sums = list(loads)
     owners: dict[int, int] = {}
@@ -132,7 +132,7 @@ def _least_loaded(ranks: Sequence[int], loads: Sequence[int], numels: Sequence[i
 class Round:
     """Matrices that are exchanged together.
 
-    Matrices and owners have the position of their matrix in the planned list as key.
+    The key of matrices and owners is the position of the matrix in the planned list.
     """
 
     matrices: Mapping[int, SharedMatrix]
@@ -143,14 +143,14 @@ class Round:
         return [index for index, owner in self.owners.items() if owner == rank]
 
     def sent(self, rank: int) -> list[list[tuple[int, tierstore.pages.Chunk]]]:
-        """Return (position, chunk) that a rank sends to each receiver, in the order on the wire."""
+        """Return each (position, chunk) that a rank sends to each receiver, in wire order."""
         sent: list[list[tuple[int, tierstore.pages.Chunk]]] = [[] for _ in range(self._world_size)]
         for index, matrix in self.matrices.items():
             sent[self.owners[index]] += [(index, chunk) for chunk in matrix.chunks[rank]]
         return sent
 
     def received(self, rank: int) -> list[list[tuple[int, tierstore.pages.Chunk]]]:
-        """Return (position, chunk) that a rank receives from each sender, in that order."""
+        """Return each (position, chunk) that a rank receives from each sender, in wire order."""
         owned = self.owned(rank)
         return [
             [(index, chunk) for index in owned for chunk in self.matrices[index].chunks[sender]]
@@ -165,14 +165,14 @@ class Round:
 def plan_rounds(
     matrices: Sequence[SharedMatrix], owners: Sequence[int], *, bytes_max: int, itemsize: int
 ) -> list[Round]:
-    """Cut the matrices that are whole on no rank into rounds as large as memory allows.
+    """Divide the matrices that no rank has whole into rounds as large as memory allows.
 
     Args:
-        matrices: all over the same ranks, in the order of their exchange.
+        matrices: all matrices, over the same ranks, in the order of their exchange.
         owners: the owner of each matrix.
-        bytes_max: the most bytes that a rank may need in one round, for what it sends and
-            receives and for the whole matrices that it owns. A matrix that alone needs more gets
-            its own round.
+        bytes_max: the most bytes that a rank may need in one round: for messages that it sends
+            and receives, and for the whole matrices that it owns. A matrix that alone needs more
+            gets its own round.
         itemsize: bytes of an element on the wire.
     """
     rounds: list[list[int]] = []
@@ -196,9 +196,9 @@ def plan_rounds(
 
 
 def memory_needed(matrix: SharedMatrix, owner: int) -> list[int]:
-    """Return the elements that each rank needs memory for in a round of this matrix alone."""
+    """Return the number of elements in memory on each rank in a round of only this matrix."""
     if matrix.whole_rank is not None:
         return [0] * len(matrix.chunks)
-    needs = list(matrix.numels)  # What each rank sends.
-    needs[owner] += 2 * matrix.numel  # What the owner receives, and the whole matrix.
+    needs = list(matrix.numels)  # The elements that each rank sends.
+    needs[owner] += 2 * matrix.numel  # Received elements, and the whole matrix.
     return needs

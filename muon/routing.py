@@ -27,9 +27,9 @@ _Choice = Callable[[str, nn.Parameter], bool]
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Param groups for ``muon.Muon``; prints as a table of parameters, their groups and rules.
+    """Param groups for ``muon.Muon``. They print as a table of parameters, groups and rules.
 
-    ``rules`` has the rule that decided, by name of a parameter; see ``param_groups``.
+    ``rules`` maps the name of each parameter to the rule that decided; see ``param_groups``.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class ParamGroups(list[dict[str, Any]]):
         table = Table(box=SIMPLE, title="param groups")
         for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape"):
             table.add_column(column)
-        table.add_column("GFLOP", justify="right")  # Of Newton-Schulz, in a step.
+        table.add_column("GFLOP", justify="right")  # GFLOP of Newton-Schulz in a step.
         table.add_column("rule")
         for index, group in enumerate(self):
-            # An optimizer takes the names out of "params".
+            # An optimizer removes the names from "params".
             names = group.get("param_names")
             named = zip(names, group["params"], strict=True) if names else group["params"]
             for position, (name, tensor) in enumerate(named):
@@ -95,8 +95,8 @@ def param_groups(
 ) -> ParamGroups:
     """Route the parameters of a model: hidden matrices to Muon, all other parameters to AdamW.
 
-    The first of these rules that holds for a parameter decides. The table that ``print(groups)``
-    shows has a column with the rule.
+    The first of these rules that applies to a parameter decides. ``print(groups)`` shows a table
+    with the rule of each parameter.
 
     - ``adamw_names``: AdamW for the names given.
     - ``is_muon``: the algorithm that this function chooses.
@@ -105,7 +105,7 @@ def param_groups(
     - ``head``: AdamW for weights of output layers.
     - ``vector``: AdamW for parameters with at most one dimension larger than 1: biases, norms,
       class tokens, magnitudes of ``weight_norm``.
-    - ``table``: AdamW for parameters whose own name is not that of a weight (with "weight",
+    - ``table``: AdamW for parameters whose own name is not the name of a weight (with "weight",
       "proj", "kernel", or as "wq", "w1"): positional tables, queries, biases of experts, A_log.
     - ``input``: AdamW for patch embeddings, and for the first layer if it is a convolution.
     - ``kernel``: AdamW for parameters with more than two dimensions.
@@ -113,12 +113,12 @@ def param_groups(
       inside one with "router" in its name.
     - ``matrix``: Muon for all others.
 
-    Frozen parameters are left out. A tied parameter appears once; a rule holds for it if it holds
-    under any of its names. Names and patterns may have the parts that wrappers of the model add
-    (``torch.compile``, DDP, checkpoint wrappers), or lack them; one without these parts fits
-    wrapped layers and others.
+    Frozen parameters are left out. A tied parameter appears once. A rule applies to it if it
+    applies under any of its names. Names and patterns may include or omit the parts that wrappers
+    of the model add (``torch.compile``, DDP, checkpoint wrappers). A name without these parts
+    matches both wrapped and other layers.
 
-    Two-dimensional parameters of the rule ``table`` are logged, too, as those of ``kernel``.
+    Two-dimensional parameters of the rule ``table`` are also logged, like parameters of ``kernel``.
 
     Args:
         model: the model, after ``requires_grad`` was set.
@@ -127,38 +127,38 @@ def param_groups(
         weight_decay: weight decay of Muon groups.
         adamw_weight_decay: weight decay of AdamW groups.
         adamw_names: names of more parameters for AdamW, or one name.
-        conv: what to do with parameters of the rule ``kernel``, such as convolutions and stacks of
+        conv: action for parameters of the rule ``kernel``, such as convolutions and stacks of
             experts. "adamw": route them to AdamW and log their number as a warning of the logger
             ``muon``. "refuse": raise.
-        matrices: the matrices that parameters hold, as the key ``matrices`` of a group (see
-            ``muon.matrices``), by patterns of names such as ``"*.qkv.weight"`` (see ``fnmatch``),
-            or by classes of modules, whose parameters of two or more dimensions they are for. The
-            first that fits a parameter holds. Example: ``{"*.experts.*_proj": (("stack",),)}``.
-        head: names of the output layers (modules or parameters), which go to AdamW entirely.
-            ``()``: the model has none. None: they are found, as the layers that end a module with
-            a common name of a head, such as "lm_head", "score" or "classifier", outside of
-            numbered layers; the last layer of the model if it is named "fc", or is a Linear layer
-            as wide as an embedding has entries; the result of ``get_output_embeddings()``.
-        is_muon: gets name and parameter and returns True for Muon, which needs two dimensions,
-            False for AdamW, or None to leave the choice to the rules. It is called with each name
-            of a tied parameter; False for one name is stronger than True for another.
-        no_decay: parameters with weight decay 0, in groups of their own: a function of name and
-            parameter, which holds if it is true for any name of a tied parameter, or patterns of
-            names such as ``"*.bias"`` (see ``fnmatch``).
+        matrices: the matrices that parameters hold, in the form of the key ``matrices`` of a group
+            (see ``muon.matrices``). Keys are patterns of names such as ``"*.qkv.weight"`` (see
+            ``fnmatch``), or classes of modules, for their parameters of two or more dimensions.
+            The first match applies. Example: ``{"*.experts.*_proj": (("stack",),)}``.
+        head: names of the output layers (modules or parameters). All their parameters go to AdamW.
+            ``()``: the model has no output layer. None: find them. These are the layers that end a
+            module with a common name of a head, such as "lm_head", "score" or "classifier", outside
+            of numbered layers; the last layer of the model if it is named "fc", or is a Linear
+            layer as wide as an embedding has entries; the result of ``get_output_embeddings()``.
+        is_muon: gets name and parameter. Returns True for Muon, which needs two dimensions, False
+            for AdamW, or None to leave the choice to the rules. It is called with each name of a
+            tied parameter. False for one name overrides True for another.
+        no_decay: parameters with weight decay 0, in separate groups: a function of name and
+            parameter, or patterns of names such as ``"*.bias"`` (see ``fnmatch``). A function
+            applies if it is true for any name of a tied parameter.
         betas: betas of AdamW groups.
         eps: eps of AdamW groups.
         momentum: momentum of Muon groups.
 
     Returns:
         A Muon group, an AdamW group, then the same without weight decay, then a Muon group for each
-        declaration of matrices; groups without parameters are left out. Parameters have names.
+        declaration of matrices. Groups without parameters are left out. Parameters have names.
 
     Raises:
         ValueError: a name in ``adamw_names`` or ``head``, a pattern in ``no_decay``, or a rule in
-            ``matrices`` fits nothing in the model; a declaration does not fit its parameter;
-            ``is_muon`` is True for a parameter that does not have two
-            dimensions; ``conv`` is "refuse" and there are kernels; or no parameter requires a
-            gradient.
+            ``matrices`` matches nothing in the model; a declaration does not fit its parameter;
+            ``is_muon`` is True for a parameter that does not have two dimensions; ``conv`` is
+            "refuse" and the model has parameters of the rule ``kernel``; or no parameter requires
+            a gradient.
     """
     if conv not in ("adamw", "refuse"):
         raise ValueError(f"conv must be 'adamw' or 'refuse', got {conv!r}")
@@ -233,7 +233,7 @@ def param_groups(
         )
     _report("parameters with more than two dimensions", kernels, firsts)
     _report(
-        "matrices whose own name is not that of a weight",
+        "matrices whose own name is not the name of a weight",
         [use for use in firsts if rules[use.name] == "table" and use.parameter.ndim == 2],
         firsts,
     )
@@ -241,7 +241,7 @@ def param_groups(
 
 
 def _pattern_choice(patterns: str | Collection[str], uses: Collection[Use]) -> _Choice:
-    """Return whether a pattern fits any name of a parameter."""
+    """Return a choice: whether a pattern matches any name of a parameter."""
     fitting: set[nn.Parameter] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = {use.parameter for use in uses_named(uses, pattern, fnmatchcase)}
@@ -257,7 +257,7 @@ def _pattern_choice(patterns: str | Collection[str], uses: Collection[Use]) -> _
 def _declarations(
     matrices: Mapping[str | type[nn.Module], Declaration], uses: Collection[Use]
 ) -> dict[nn.Parameter, Declaration]:
-    """Return the declarations of parameters, of the first rule that fits each."""
+    """Return parameter -> declaration, from the first rule that matches the parameter."""
     found: dict[nn.Parameter, Declaration] = {}
     is_mapping = isinstance(matrices, Mapping)
     if not is_mapping or not all(isinstance(rule, str | type) for rule in matrices):

@@ -1,4 +1,4 @@
-"""Routing rules: which parameters of a model are not hidden matrices, by their place and name."""
+"""Routing rules: they find parameters that are not hidden matrices, by place and name."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original\d*$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A parameter under one of its names; a tied parameter has several."""
+    """A parameter under one of its names. A tied parameter has several names."""
 
     name: str
     parameter: nn.Parameter
     layer: str
-    """Name of the module that the parameter belongs to, without the parts of wrappers."""
+    """Name of the module of the parameter, without the parts of wrappers."""
     module: nn.Module
     own: str
     """Name of the parameter in this module."""
@@ -61,11 +61,11 @@ def plain_name(name: str) -> str:
 
 
 def uses_named(uses: Collection[Use], name: str, fits: Callable[[str, str], bool]) -> list[Use]:
-    """Return the parameters whose names fit a name, with or without the parts of wrappers.
+    """Return the parameters whose names match a name, with or without the parts of wrappers.
 
-    If none fits, the parts of wrappers in ``name`` and "module" at the start do not count, either.
+    If none matches, also ignore the parts of wrappers in ``name``, and "module" at its start.
     """
-    # Some layers may be wrapped, and others not: one name that fits as it is ends no search.
+    # Some layers may be wrapped, others not: an exact match does not end the search.
     found = [use for use in uses if fits(use.name, name) or fits(_inner_name(use.name), name)]
     plain = plain_name(name)
     return found or [use for use in uses if fits(plain_name(use.name), plain)]
@@ -97,15 +97,15 @@ def uses_of(model: nn.Module) -> list[Use]:
 def rules_by_place(
     model: nn.Module, uses: Collection[Use], head: str | Collection[str] | None
 ) -> dict[str, Rule]:
-    """Return the rules for AdamW by name; the first that holds decides.
+    """Return the rules for AdamW by name. The first rule that applies decides.
 
     Args:
         model: the model.
         uses: its parameters.
-        head: names of parameters or modules; None: the head is found.
+        head: names of parameters or modules; None: find the head.
 
     Raises:
-        ValueError: the model has no parameter or module of a name in ``head``.
+        ValueError: the model lacks a parameter or module that ``head`` names.
     """
     first = next((use for use in uses if use.own == "weight" and use.parameter.ndim > 1), None)
     return {
@@ -137,7 +137,7 @@ def _named_head(uses: Collection[Use], head: str | Collection[str]) -> Rule:
 
 
 def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
-    # A wrapper and the module in it have one plain name: the second, which is inside, counts.
+    # A wrapper and its inner module have one plain name. The second, the inner module, counts.
     named_modules = [*model.named_modules(remove_duplicate=False)]
     modules = {plain_name(name): module for name, module in named_modules}
     layers = {
@@ -149,7 +149,7 @@ def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
     heads: set[str] = set()
     for name, module in modules.items():
         own = name.rpartition(".")[2]
-        # Blocks that end a hidden layer are often named "output", too.
+        # Blocks that end a hidden layer are often also named "output".
         named = _HEAD.search(own) is not None or (own == "output" and name in linears)
         if not named or _is_numbered(name):
             continue
@@ -157,7 +157,7 @@ def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
         for entry in [f"{name}.{index}" for index in range(len(module))] if several else [name]:
             inside = [layer for layer in layers if _is_within(layer, entry)]
             for last in inside[-1:]:
-                # A square matrix at the end of a longer module is in front of another head.
+                # A square matrix at the end of a longer module precedes another head.
                 if last in linears and (last == entry or not _is_square(linears[last])):
                     heads.add(last)
     for name in [*layers][-1:]:
@@ -174,7 +174,7 @@ def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
 
 
 def _is_numbered(name: str) -> bool:
-    """True if a module is inside a numbered layer; a number at the start is of the whole model."""
+    """True if a module is inside a numbered layer. A number at the start counts for the model."""
     return any(part.isdigit() for part in name.split(".")[1:-1])
 
 
@@ -183,12 +183,12 @@ def _is_square(layer: nn.Linear) -> bool:
 
 
 def _is_within(name: str, module: str) -> bool:
-    """True if a name is that of a module or of something in it."""
+    """True if a name is the name of a module, or is inside the module."""
     return name == module or name.startswith(f"{module}.")
 
 
 def _is_embedding(use: Use) -> bool:
-    """True for the weight of an embedding, also of libraries with embeddings of their own."""
+    """True for the weight of an embedding, including embedding classes of other libraries."""
     is_layer = isinstance(use.module, nn.Embedding | nn.EmbeddingBag)
     return use.own == "weight" and (is_layer or "Embedding" in type(use.module).__name__)
 
@@ -200,7 +200,7 @@ def _is_table(use: Use) -> bool:
 
 
 def _is_router(use: Use) -> bool:
-    """True for scores of experts; the gate of a gated MLP has at least as many rows as columns."""
+    """True for scores of experts. The gate of a gated MLP has at least as many rows as columns."""
     rows, columns = use.parameter.shape
     named = use.layer.rpartition(".")[2] == "gate" or "router" in use.layer
     return named and rows < columns

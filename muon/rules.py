@@ -22,11 +22,11 @@ from muon.scales import adjust_lr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """Work of a step besides the rule of each group."""
+    """Work of a step in addition to the rule of each group."""
 
     hooks: Sequence[UpdateHook] = ()
     scales: Mapping[str, Sequence[Scale]] = field(default_factory=dict)
-    """Parameter name -> what QK-clip scales in this step."""
+    """Parameter name -> scales of QK-clip in this step."""
     sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Sums a tensor over the ranks that share a matrix."""
 
@@ -41,9 +41,9 @@ class OwnPart:
     momentum: AnyState
     master: AnyState
     averages: torch.Tensor | None
-    """Of the rows, shape (..., 1), with NorMuon."""
+    """Averages of the rows, shape (..., 1), with NorMuon; else None."""
     factors: Sequence[torch.Tensor]
-    """Factors of QK-clip for the master; broadcast to it."""
+    """Factors of QK-clip. They broadcast to the master."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class OwnMatrix:
         return [part.chunk.select(whole) for part in self.parts]
 
     def averages(self, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the averages of NorMuon of each part, and the view of those of all rows, (rows, 1).
+        """Yield the averages of NorMuon of each part, and their view in ``whole``, (rows, 1).
 
-        Nothing without NorMuon.
+        Yields nothing without NorMuon.
         """
         for part in self.parts:
             if part.averages is not None:
@@ -81,9 +81,9 @@ def own_matrices(
     Args:
         shards: the shards.
         group: their hyperparameters.
-        places: for each matrix the position of its shard; None: the matrices that this rank has
-            parts of.
-        scales: parameter name -> what QK-clip scales.
+        places: for each matrix the position of its shard; None: the matrices with parts on this
+            rank.
+        scales: parameter name -> scales of QK-clip.
     """
     chunks = []
     for shard in shards:
@@ -159,11 +159,11 @@ def orthogonalize(
     owned: Sequence[OwnMatrix],
     hooks: Sequence[UpdateHook],
 ) -> list[torch.Tensor]:
-    """Return the updates of whole matrices of shapes (rows, columns), which are overwritten.
+    """Return the updates of whole matrices of shapes (rows, columns). Overwrites the matrices.
 
     Args:
         matrices: the inputs.
-        averages: of the rows of each, shape (rows, 1): with NorMuon changed in place.
+        averages: averages of the rows of each, shape (rows, 1); updated in place with NorMuon.
         group: their hyperparameters.
         owned: each matrix, for the hooks.
         hooks: called with the inputs.
@@ -191,7 +191,7 @@ def orthogonalize(
 def apply_updates(
     matrix: OwnMatrix, group: Mapping[str, Any], updates: Sequence[torch.Tensor], extras: Extras
 ) -> None:
-    """Step the parts of a matrix, given one update for each in its shape."""
+    """Step the parts of a matrix, given one update in the shape of each part."""
     lr = group["lr"]
     adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *matrix.matrix.outputs_and_inputs)
     masters: Sequence[Any] = [part.master for part in matrix.parts]
@@ -237,7 +237,7 @@ def _hooked(
         group=group,
         lr=adjusted_lr,
         weights=masters,
-        # In the dtype of the masters, so that a hook that scales them rounds nothing.
+        # In the dtype of the masters: a hook that scales the updates then does not round.
         updates=[narrow.to(own.dtype) for narrow, own in zip(updates, masters, strict=True)],
         _sum=extras.sum,
     )
@@ -271,7 +271,7 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
 
 @functools.cache
 def _plain(name: str) -> str:
-    """Return the name that a parameter has with torch.compile and without: the bits are one."""
+    """Return a name that is equal with and without torch.compile. The bits are then equal."""
     return tierstore.pages.unwrapped_names([name])[name]
 
 
@@ -287,7 +287,7 @@ def step_adamw(
         shards: the shards.
         group: their hyperparameters.
         steps: parameter name -> number of this step.
-        scales: parameter name -> what QK-clip scales.
+        scales: parameter name -> scales of QK-clip.
     """
     chunks = [chunk for shard in shards for chunk in shard.chunks]
     grads = [grad for chunk in chunks if (grad := chunk.grad) is not None]

@@ -17,9 +17,9 @@ def adjust_lr(
     None and "original" scale by sqrt(max(1, rows / columns)), as Keller Jordan does.
     "match_rms_adamw" scales by 0.2 sqrt(max(rows, columns)): the update then has about the RMS
     of an AdamW update, and learning rates of AdamW carry over
-    (https://arxiv.org/abs/2502.16982). "spectral" scales by sqrt(rows / columns): an input whose
-    elements have RMS 1 changes the output by an RMS of ``lr`` at most, whatever the shape
-    (https://arxiv.org/abs/2310.17813). Megatron calls that "unit_rms_norm"; what Megatron calls
+    (https://arxiv.org/abs/2502.16982). "spectral" scales by sqrt(rows / columns): for any shape, an
+    input whose elements have RMS 1 changes the output by an RMS of at most ``lr``
+    (https://arxiv.org/abs/2310.17813). Megatron calls this scale "unit_rms_norm". Megatron's
     "spectral" is five times "match_rms_adamw". "unit" does not scale.
     """
     if adjust_lr_fn == "match_rms_adamw":

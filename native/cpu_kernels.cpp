@@ -1,11 +1,10 @@
 // Update rules of muon.kernels.plain in one pass over memory, with the bits of torch's operations.
 //
-// Where torch joins a product and a sum into one rounding, fma() does; nothing else may be joined,
-// which -ffp-contract=off sees to.
+// Where torch rounds a product and a sum once, fma() does so here. Nothing else may be fused:
+// -ffp-contract=off ensures this.
 //
 // Addresses come from muon/kernels/cpu.py, which checks dtypes and layout. Tensors do not overlap.
-// Threads are those of torch: the functions of OpenMP are found in the library that torch has
-// loaded.
+// The kernels use torch's threads: OpenMP functions come from the library that torch has loaded.
 
 #include <immintrin.h>
 #include <nanobind/nanobind.h>
@@ -95,7 +94,7 @@ void by_eight(std::int64_t begin, std::int64_t end, Body body, T *...tensors) {
 // Does the same in parts, one for each thread.
 template <class Body, class... T>
 void in_parallel(std::int64_t numel, int threads, Body body, T *...tensors) {
-    // Whole cache lines, of 16-bit elements, too.
+    // Whole cache lines, also for 16-bit elements.
     const std::int64_t part = (numel / threads + 64) / 64 * 64;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int index = 0; index < threads; ++index) {
@@ -104,7 +103,7 @@ void in_parallel(std::int64_t numel, int threads, Body body, T *...tensors) {
     }
 }
 
-// Calls function with the address as that of elements of its type.
+// Calls function with the address, cast to the type of its elements.
 template <class Function>
 void typed(std::uintptr_t address, bool is_bfloat16, Function function) {
     if (is_bfloat16) {
@@ -134,8 +133,8 @@ void momentum(std::uintptr_t grad_at, bool grad_is_bfloat16, std::uintptr_t buff
     });
 }
 
-// Updates masters by rule(master, addresses...). With parameters, which are the masters rounded:
-// one that is not was changed, and is the master. Returns whether there was one.
+// Updates masters by rule(master, addresses...). Parameters are the rounded masters. A parameter
+// that differs was changed, and replaces its master. Returns whether a parameter was changed.
 template <class Rule, class... T>
 bool update_masters(std::uintptr_t master_at, std::uintptr_t parameter_at, std::int64_t numel,
                     int threads, Rule rule, T *...tensors) {
@@ -181,7 +180,7 @@ bool muon(std::uintptr_t master_at, std::uintptr_t parameter_at, std::uintptr_t 
     return is_changed;
 }
 
-// AdamW as muon/kernels/plain.py defines it: each operation is rounded by itself.
+// AdamW as defined in muon/kernels/plain.py: each operation is rounded separately.
 bool adamw(std::uintptr_t master_at, std::uintptr_t parameter_at, std::uintptr_t grad_at,
            bool grad_is_bfloat16, std::uintptr_t mean_at, std::uintptr_t mean_sq_at,
            std::int64_t numel, double decay, double beta1, double beta2, double size,

@@ -1,13 +1,13 @@
 // The encodings of tierstore/layout/encodings.py in one pass over memory, with the bits of torch's
 // operations.
 //
-// Each operation is exact or rounded as IEEE 754 says, and -ffp-contract=off joins none, so the
-// compiler may vectorize the loops as it likes. Roots of torch may be rounded in another way, which
-// changes no number; see RootState.
+// Each operation is exact or rounded by IEEE 754, and -ffp-contract=off fuses none. The compiler
+// may therefore vectorize the loops. torch may round roots differently, but this changes no number;
+// see RootState.
 //
 // Addresses come from tierstore/layout/encoding_kernels.py, which checks the layout. Tensors do not
-// overlap. Threads are those of torch: the functions of OpenMP are found in the library that torch
-// has loaded.
+// overlap. The kernels use torch's threads: OpenMP functions come from the library that torch has
+// loaded.
 
 #include <nanobind/nanobind.h>
 
@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::int32_t kInfinity = 0x7f800000;  // Larger magnitudes are NaNs.
 constexpr std::int32_t kMagnitude = 0x7fffffff;
-constexpr std::int64_t kBlock = 256;  // Columns that have one scale.
+constexpr std::int64_t kBlock = 256;  // Columns that share one scale.
 
 inline std::int32_t bits_of(float value) {
     std::int32_t bits;

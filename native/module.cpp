@@ -1,5 +1,5 @@
-// Python bindings of the engine. Calls that can block release the GIL; the ring's thread
-// never takes it.
+// Python bindings of the engine. Calls that can block release the GIL. The ring's thread never
+// takes the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

@@ -76,7 +76,7 @@ class UringEngine::Core {
 
   // Shared with callers, under mutex_.
   std::mutex mutex_;
-  std::condition_variable some_ended_;  // A transfer, or the thread.
+  std::condition_variable some_ended_;  // A transfer or the thread has ended.
   std::deque<std::shared_ptr<Transfer>> submitted_;
   bool stopping_ = false;
   bool thread_ended_ = false;
@@ -258,8 +258,8 @@ void UringEngine::Core::fill_slots() {
   }
 }
 
-// Returns false if it must wait until nothing is in flight: before Linux 5.13 the kernel waits
-// for that itself, and would wait for ever for the armed wake-up.
+// Returns false if it must wait until nothing is in flight. Before Linux 5.13 the kernel itself
+// waits for this, and would wait forever for the armed wake-up.
 bool UringEngine::Core::register_memory(Transfer& transfer) {
   if (free_slots_.size() != slots_.size()) return false;
   if (wake_armed_) {
@@ -339,8 +339,8 @@ void UringEngine::Core::submit_and_wait() {
     std::this_thread::sleep_for(kRefusedPause);
     return;
   }
-  // An error cannot be returned safely, because the kernel may still use the callers' memory;
-  // to continue would lose requests.
+  // An error cannot be returned safely, because the kernel may still use the callers' memory.
+  // Continuing would lose requests.
   std::fprintf(stderr, "tierstore: io_uring_enter failed with errno %d\n", -result);
   std::abort();
 }

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Imported when first asked for, so that a command that needs no torch does not wait for it.
+# Imported at first use, so that a command without torch does not wait for torch.
 _MODULES = {
     "AveragedModel": "averaged_model",
     "CommittedStep": "run.registered",

@@ -1,4 +1,4 @@
-"""Running averages of the weights of a model, in pages of their own."""
+"""Running averages of the weights of a model, in separate pages."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class AveragedModel:
     """An exponential moving average of the weights of a model, for evaluation and checkpoints.
 
     Each ``every`` steps an average becomes ``decay * average + (1 - decay) * weight``; the first
-    time it becomes the weight. Averages are in float32 or wider: those of narrower parameters are
+    time it becomes the weight. Averages are in float32 or wider. For narrower parameters they are
     masters in pages, rounded into the parameters of ``averaged``. Pages are read, written and
-    committed at these steps alone. The operations are those of
+    committed only at these steps. The operations are the same as in
     ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``.
 
-    A resumed run ends with the averages of one that was not interrupted, if its weights are the
-    same bits: averages are durable before update() returns, and an update that the pages have is
-    not made again. With several ranks all of them make each call together.
+    If the weights have the same bits, a resumed run ends with the same averages as a run without
+    interruption: averages are durable before update() returns, and an update that the pages have is
+    not repeated. With several ranks, all ranks make each call together.
 
     Args:
-        model: the model that is trained. Its trained parameters are those of now, as for an
-            optimizer.
+        model: the model that is trained. The parameters that require gradients at construction
+            are averaged.
         averaged: another model with the same trained parameters (names, shapes, dtypes,
-            placements) and buffers, for example a deepcopy. Its plain tensors may lie on another
-            device. Frozen parameters stay as they are, buffers are copied at each update.
-        store: a store with a directory and a ``commit_every``, for the averages alone.
+            placements) and buffers, for example a deepcopy. Its plain tensors may be on another
+            device. Frozen parameters do not change; each update copies buffers.
+        store: a store with a directory and a ``commit_every``, only for the averages.
         decay: weight of the past, from 0 to 1. It may differ from run to run.
-        every: steps from one update to the next; the same in all of a run.
+        every: steps from one update to the next; constant in a run.
 
     Raises:
         ValueError: an argument is out of range, the models differ, the store has no directory, or
@@ -82,11 +82,11 @@ class AveragedModel:
             )
         _require_same_buffers(model, averaged)
         self._seen = 0  # The last step that update() was called for.
-        # What commits keep with the averages: the step of the run that they are of.
+        # Stored in commits with the averages: the step of the run that they belong to.
         self._kept = kept = {"step": 0, "every": every}
         store.register(averages=kept)
-        # During an update: the weights that are averaged, as gradients. For a weight on another
-        # device than its average, a tensor of zeros stands there that takes no memory.
+        # During an update: the weights to average, as gradients. A weight on another device than
+        # its average is replaced by a tensor of zeros that takes no memory.
         self._now = now = dict[str, torch.Tensor]()
         self._staging: Buffer | None = None  # Page-locked, for weights on a GPU.
         parameters = [
@@ -103,20 +103,20 @@ class AveragedModel:
     @not_compiled
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights into the averages, if that is due. Call it after each step.
+        """Update the averages, if an update is due. Call it after each step.
 
-        Call it before the step is committed, so that no commit of the run is ahead of the averages.
-        Returns when they are durable. Weights on another device are copied with each page, from a
-        GPU through page-locked memory of the largest piece of a parameter, beside host_memory.
+        Call it before the step is committed: a commit of the run is then never ahead of the
+        averages. Returns when they are durable. Weights on another device are copied with each
+        page; from a GPU through page-locked memory for the largest piece, beside host_memory.
 
         Args:
-            step: the number of steps of the run, as ``optimizer.store.step``.
+            step: the number of steps of the run, as in ``optimizer.store.step``.
 
         Raises:
-            ValueError: an update is missing since the last one, the run went back, or other
-                parameters are trained now. Nothing was changed.
-            StorageError, CorruptionError: pages could not be read or written; the store has failed,
-                and restore() goes back to the averages before, if there are.
+            ValueError: an update was missed, the run went back, or different parameters are trained
+                now. Nothing was changed.
+            StorageError, CorruptionError: pages could not be read or written. The store has failed.
+                restore() goes back to the previous averages, if they exist.
         """
         if step < self._seen:
             raise ValueError(
@@ -182,7 +182,7 @@ class AveragedModel:
         if device.type != "cpu":
             return piece.to(device)
         if self._staging is None or self._staging.tensor.nbytes < piece.nbytes:
-            self._staging = None  # Freed before there is more.
+            self._staging = None  # Free it before new memory is allocated.
             self._staging = BufferPool(1, piece.nbytes, page_locked=piece.device).acquire()
         staging = self._staging.tensor[: piece.nbytes].view(piece.dtype)
         return staging.view(piece.shape).copy_(piece)
@@ -194,21 +194,21 @@ class AveragedModel:
         *,
         rewind: bool = False,
     ) -> None:
-        """Go back to the committed averages, to go on from a step of the run.
+        """Go back to the committed averages, to continue from a step of the run.
 
-        Without a commit the averages begin with the next update. Buffers are those that the model
-        has now: load them into the model first.
+        Without a commit the averages begin with the next update. Buffers are copied from the model
+        as it is now: load them into the model first.
 
         Args:
-            step: what ``restore()`` of the run returned.
-            checkpoint: averages that ``store.checkpoint()`` published, to begin from them.
-            rewind: with ``checkpoint``, go on from it in this run of averages.
+            step: the result of ``restore()`` of the run.
+            checkpoint: begin from these averages, published by ``store.checkpoint()``.
+            rewind: with ``checkpoint``, continue from it in this run of averages.
 
         Raises:
-            ValueError: the averages lack an update before ``step``, or have another ``every``, or
-                these are no averages. Nothing was changed.
+            ValueError: the averages lack an update before ``step`` or have a different ``every``,
+                or the store does not hold averages. Nothing was changed.
             CheckpointError, RunDirectoryError, RunMismatchError, CorruptionError, StorageError: as
-                ``TierStore.restore()``.
+                in ``TierStore.restore()``.
 
         Warns:
             UserWarning: the averages are ahead of the run.
@@ -254,7 +254,7 @@ def _weight_of(
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, without the parts of names that wrappers add."""
+    """Return name -> trained parameter. Names lack the parts that wrappers add."""
     named = model.named_parameters()
     return {unwrapped_name(n, without_module=False): p for n, p in named if p.requires_grad}
 
@@ -265,7 +265,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _averages_of(weights: dict[str, nn.Parameter], averaged: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the averaged model that stand for trained weights, by name."""
+    """Return name -> parameter of the averaged model, for trained weights."""
     named = averaged.named_parameters()
     found = {unwrapped_name(name, without_module=False): average for name, average in named}
     for name in (*weights, *(_trained(averaged).keys() - weights.keys())):

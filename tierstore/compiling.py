@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that does the same, and that ``torch.compile`` calls without tracing it.
+    """Return an equivalent function that ``torch.compile`` calls without tracing it.
 
-    Unlike ``torch.compiler.disable``, it does not import the compiler, which takes seconds: as long
-    as nobody else has, nothing is compiled.
+    Unlike ``torch.compiler.disable``, it does not import the compiler: the import takes seconds.
+    While the compiler is not imported, nothing is compiled.
     """
     disabled: Callable[P, T] | None = None
 

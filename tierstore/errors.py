@@ -13,7 +13,7 @@ class TierstoreError(Exception):
 
 
 def errno_text(error: int) -> str:
-    """Return the meaning of an errno, and for want of descriptors the limit to raise."""
+    """Return text for an errno. If descriptors are exhausted, it names the limit to raise."""
     text = f"{os.strerror(error)} (errno {error})"
     if error == errno.EMFILE:
         return f"{text}; raise the limit of open files with `ulimit -n`"
@@ -27,9 +27,9 @@ class StorageError(TierstoreError):
 
     Attributes:
         what: the operation.
-        path: the file, as the operating system names it.
-        offset: first byte of the transfer, or None where the operation has no range.
-        nbytes: requested bytes, or None where the operation has no range.
+        path: the file.
+        offset: first byte of the transfer; None if the operation has no range.
+        nbytes: requested bytes; None if the operation has no range.
         errno: the error number of the operating system, for example ``errno.ENOSPC``.
     """
 
@@ -75,11 +75,11 @@ class CorruptionError(TierstoreError):
 
 
 class StoreFailedError(TierstoreError):
-    """An earlier error left the store unusable; only close() and restore() work."""
+    """An earlier error left the store unusable. Only close() and restore() work."""
 
 
 class SweepError(TierstoreError, RuntimeError):
-    """A call during a sweep, or a sweep that was left before its last page."""
+    """A call during a sweep, or a sweep that ended before its last page."""
 
 
 class StoreClosedError(TierstoreError):
@@ -119,7 +119,7 @@ class PlanError(TierstoreError, ValueError):
 
 
 class RollCallError(TierstoreError):
-    """A call that not all ranks make, so no rank begins it; the next call works as usual."""
+    """Not all ranks make a call, so no rank begins it. The next call works as usual."""
 
 
 class PeerFailed(TierstoreError):  # noqa: N818 - the error happened on another rank.
@@ -127,7 +127,7 @@ class PeerFailed(TierstoreError):  # noqa: N818 - the error happened on another 
 
     Attributes:
         rank: the rank that failed.
-        reason: the reason that it gave, or that other ranks found.
+        reason: the reason, reported by that rank or found by other ranks.
     """
 
     def __init__(self, rank: int, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""The pages of a store, as an optimizer sees them, and the names that authors of optimizers need.
+"""The pages of a store from the view of an optimizer, and the names for authors of optimizers.
 
-An optimizer attaches its parameters, steps over the pages in a sweep, and reads and writes states;
-see docs/guide/optimizers.md.
+An optimizer attaches its parameters, steps over the pages in a sweep, and reads and writes states.
+See docs/guide/optimizers.md.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Pages:
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Name the call that the program makes, for calls of the store in the block.
+        """Name the current call of the program for calls of the store in the block.
 
-        The first of them that needs other ranks waits until all ranks make the call of this name;
-        the others need not wait then. In a block within a block the outer name counts.
+        The first call that needs other ranks waits until all ranks make the call of this name.
+        Later calls in the block need not wait. For nested blocks the outer name counts.
 
         Args:
             call: the name, as it appears in errors, such as "state_dict()".
@@ -84,7 +84,7 @@ class Pages:
 
     @not_compiled
     def attach(self, groups: Sequence[PagedGroup]) -> None:
-        """Lay out pages for param groups, after the pages of groups attached before.
+        """Lay out pages for param groups, after the pages of earlier groups.
 
         Writes no page. Call it at the first step or just before restore(), when frameworks have
         moved and sharded the parameters. All ranks call it together.
@@ -93,12 +93,12 @@ class Pages:
             groups: the groups.
 
         Raises:
-            BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
-                message names the smallest budget that does.
-            ValueError, TypeError: two parameters have one name, no commit can hold a
-                hyperparameter, or ``free_gradients`` or ``offload_gradients`` and a parameter
-                whose gradient is not ``.grad``; or ``offload_gradients`` and a plain tensor that
-                several ranks hold; or ``step_on`` and the parameters are two GPUs.
+            BudgetError: ``host_memory`` cannot hold the smallest pool that works; the message
+                names the smallest budget that works.
+            ValueError, TypeError: two parameters have one name; a commit cannot hold a
+                hyperparameter; ``free_gradients`` or ``offload_gradients`` is set, and a gradient
+                is not ``.grad``; ``offload_gradients`` is set, and several ranks hold a plain
+                tensor; or ``step_on`` and the parameters are two different GPUs.
             RunMismatchError: the ranks have different parameters; the message names the first.
             PeerFailed: any of these on another rank.
         """
@@ -107,7 +107,7 @@ class Pages:
         for parameter in (p for group in groups for p in group.parameters):
             if session.free_gradients and parameter.gradient is not None:
                 raise ValueError(
-                    f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
+                    f"free_gradients=True frees `.grad`, but {parameter.name!r} has its "
                     "gradient elsewhere: leave it out, and free the gradients after the step"
                 )
         with session.calls.together("attach()"):
@@ -119,43 +119,43 @@ class Pages:
     ) -> Iterator[SteppedPages]:
         """Step once over all pages: ``with store.pages.sweep() as pages: ...``.
 
-        Yields one page for each subgroup in which any rank has a gradient, on all ranks in one
-        order: group after group, but pages of elementwise rules are spread among the other pages.
+        Yields one page for each subgroup in which any rank has a gradient, in the same order on all
+        ranks: group after group, but pages of elementwise rules are spread among the other pages.
         A page is empty on a rank that owns nothing of the subgroup. The loop body updates
         ``master`` and ``states`` of the chunks in place. The store then writes the parameters and
         the page, and sends the parameters to their replicas. If a commit is due, it begins first.
 
         Args:
-            window: number of pages that are stepped at once: a page stays valid until this
-                number of further pages was asked for. At most ``window_max``, and the same on
+            window: number of pages that are stepped at once. A page stays valid until the caller
+                has asked for this number of further pages. At most ``window_max``, and the same on
                 all ranks.
-            nonfinite: what to do if a gradient on any rank has an element that is NaN or
-                infinite. "raise": raise NonFiniteGradientError. "skip": warn, and yield no page;
-                nothing is changed, and the step does not count. "allow": do not look. With
-                "raise", gradients on a GPU are not waited for if there is a commit to go back
-                to: the error then comes at the end of the sweep, and the store fails.
-            missing: what to do if a rank has no gradient of a parameter, and another rank has.
+            nonfinite: action if a gradient on any rank has a NaN or infinite element. "raise":
+                raise NonFiniteGradientError. "skip": warn, and yield no page; nothing is changed,
+                and the step does not count. "allow": do not check. With "raise" and a commit to go
+                back to, the sweep does not wait for gradients on a GPU: the error then comes at
+                the end of the sweep, and the store fails.
+            missing: action if a rank has no gradient of a parameter and another rank has one.
                 "zeros": its gradient counts as zeros. "raise": raise ValueError.
 
         If the loop raises or stops early after the first page was handed out, the parameters are
-        from two steps and the store fails. (A store without a directory has no step to go back to,
-        and stays usable as optimizers of PyTorch do.)
+        from two steps and the store fails. (A store without a directory has no step to go back to.
+        It stays usable, like a PyTorch optimizer.)
 
         Raises:
             StorageError, CorruptionError: a page could not be read or written. Before the
                 first page was handed out, nothing was changed and the step may be retried.
-            SweepError: the loop was left before its last page; or objects are registered, and
-                the step before was not committed: nothing was changed.
+            SweepError: the loop ended before its last page; or objects are registered, and the
+                step before was not committed: nothing was changed.
             NonFiniteGradientError: see ``nonfinite``.
-            ValueError: a parameter or gradient is not as it was attached, a tensor of
-                show_states() was changed in place and the state was not, replicas have different
-                gradients, or see ``missing``. Nothing was changed. A sample of gradients is
-                compared at the first step after the store was opened, and at every hundredth after
-                it; a rank without a gradient is not compared.
+            ValueError: a parameter or gradient does not fit what was attached; a tensor of
+                show_states() was changed in place but not its state; replicas have different
+                gradients; or see ``missing``. Nothing was changed. A sample of gradients is
+                compared at the first step after the store was opened, and at every hundredth step
+                after it. A rank without a gradient is not compared.
             PeerFailed: any of these on another rank.
 
         Warns:
-            UserWarning: a step was skipped; or no parameter has a gradient, said once.
+            UserWarning: a step was skipped; or no parameter has a gradient (once).
             UserWarning: a parameter was changed outside of the optimizer. For parameters on a
                 GPU the next sweep warns.
         """
@@ -172,7 +172,7 @@ class Pages:
             raise SweepError(
                 f"step {session.committer.step} was not committed, and the next step would commit "
                 "it with the data and random numbers of another batch. Nothing was changed: call "
-                "store.commit() after each step, once all that is registered has its new state"
+                "store.commit() after each step, when all registered objects have their new state"
             )
         self._states.follow_scalars()
         session.given.require_unchanged()
@@ -224,14 +224,14 @@ class Pages:
         with sweep.run() as pages:
             yield pages
         self._changes.note(sweep.changed, table.places.step)
-        self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
+        self._changes.warn(wait=False)  # Do not wait now: otherwise the next sweep warns.
         session.wear.look(table.all_pages, session.pager.files.bytes_written, session.seconds)
 
     @not_compiled
     def prefetch(self) -> None:
-        """Start to read pages for the next sweep, as far as buffers are free; return at once.
+        """Start to read pages for the next sweep while buffers are free; return at once.
 
-        The sweep raises what fails: a write of the last step, or these reads.
+        The sweep raises errors of these reads, and of writes of the last step.
 
         Raises:
             StoreClosedError, StoreFailedError, RunDirectoryError: the store cannot be used.
@@ -242,11 +242,11 @@ class Pages:
             session.pager.prefetch(page for page in session.table.swept if not page.is_empty)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Return what is where on this rank: "GPU", "host" or "NVMe" -> what -> bytes.
+        """Return the use of memory on this rank: "GPU", "host" or "NVMe" -> what -> bytes.
 
-        Counted are parameters and gradients, pages with their buffers and files, and copies of
-        gradients and parameters. What takes nothing is left out, and so are gradients that a
-        function gives.
+        Counts parameters and gradients, pages with their buffers and files, and copies of
+        gradients and parameters. Entries of 0 bytes are left out. Gradients that a function
+        returns are not counted.
 
         Raises:
             StoreClosedError: the store is closed.
@@ -256,7 +256,7 @@ class Pages:
 
     @property
     def ranks(self) -> Ranks | None:
-        """All ranks of the job; None if there is one rank."""
+        """All ranks of the job; None for a job of one rank."""
         session = self._session
         return session.ranks if session.ranks.world_size > 1 else None
 
@@ -267,7 +267,7 @@ class Pages:
 
     @property
     def step_on(self) -> torch.device | None:
-        """The device that pages are stepped on; None: the parameters' device."""
+        """The device that steps pages; None: the device of the parameters."""
         return self._session.step_on
 
     @property
@@ -277,7 +277,7 @@ class Pages:
 
     @property
     def groups_written(self) -> int:
-        """Number of param groups that have pages: at first 0, after restore() those restored."""
+        """Number of param groups with pages: 0 at first, the restored groups after restore()."""
         return self._session.committer.groups_written
 
     @property
@@ -298,16 +298,16 @@ class Pages:
 
         The tensors are private mappings of the page files: they cost no memory, and later steps
         do not change them. (A state in several pages, or partly from other ranks, is assembled in
-        an unnamed file; without a directory all tensors are copies, on the device of the pages.)
+        an unnamed file. Without a directory all tensors are copies, on the device of the pages.)
 
         Args:
             names: the parameters, the same on all ranks; None: all parameters.
 
         Returns:
-            Parameter name -> state name -> tensor of the state's shape, on the host if there is
-            a directory; a DTensor if the parameter is one. Parameters that are their own master
-            have no state "master". Before the first step masters are the parameters, other states
-            zero.
+            Parameter name -> state name -> tensor of the state's shape. It is on the host if the
+            store has a directory. It is a DTensor if the parameter is a DTensor. Parameters that
+            are their own master have no state "master". Before the first step masters equal the
+            parameters, and other states are zero.
 
         Raises:
             StorageError, CorruptionError: a page could not be read.
@@ -320,33 +320,33 @@ class Pages:
     def show_states(self, name: str) -> dict[str, torch.Tensor]:
         """Return the states and scalars of one parameter as tensors of the current values.
 
-        On one rank without a directory, a change of a tensor in place is a change of the state: the
-        tensors are views of the page, until move(). Otherwise they are tensors as read_states()
-        returns them, and the next sweep(), commit(), synchronize() or close() raises ValueError
-        if one was changed in place, unless write_states() has replaced the states of the
-        parameter. Writes through ``.data`` or numpy are not noticed. A state that is too large for
-        one record, and a scalar with a directory, is treated likewise.
+        On one rank without a directory, the tensors are views of the page until move(), so an
+        in-place change of a tensor changes the state. Otherwise they are tensors as from
+        read_states(). If one was changed in place, the next sweep(), commit(), synchronize() or
+        close() raises ValueError, unless write_states() has replaced the states of the parameter.
+        Writes through ``.data`` or numpy are not detected. A state that is too large for one
+        record, and a scalar with a directory, are also not views.
 
         Args:
             name: the parameter.
 
         Returns:
-            Scalar or state name -> tensor: float32 of shape () on the CPU for a scalar, else as of
-            read_states(). The same tensors again until the states change.
+            Scalar or state name -> tensor: float32 of shape () on the CPU for a scalar, else as in
+            read_states(). Until the states change, each call returns the same tensors.
 
         Raises:
             RuntimeError: needs_other_ranks() is True for the parameter: one rank alone cannot read
                 its states.
-            ValueError: the optimizer has other groups than the store.
+            ValueError: the groups of the optimizer differ from the groups of the store.
             StorageError, CorruptionError: a page could not be read.
         """
         self._session.usability.require_restored()
         return self._states.show(name)
 
     def needs_other_ranks(self, names: Collection[str]) -> bool:
-        """Return whether read_states() of these parameters is a call of all ranks together.
+        """Return whether all ranks must call read_states() for these parameters together.
 
-        It is not if this process is alone, or if no two ranks hold the same elements of them, as
+        False in a job of one rank, or if no two ranks hold the same elements of the parameters, as
         with FSDP2. The answer is the same on all ranks. Parameters that are not attached yet need
         other ranks.
         """
@@ -363,8 +363,8 @@ class Pages:
     ) -> None:
         """Replace the states of all parameters, or of some, outside of a step.
 
-        Writes nothing if the values are the very tensors that read_states() or show_states()
-        returned, with the content that the pages have. All ranks call it together.
+        Writes nothing if the values are the same tensors that read_states() or show_states()
+        returned, with unchanged content. All ranks call it together.
 
         Args:
             values: states as read_states() returns them, or whole tensors; converted to each

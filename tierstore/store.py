@@ -288,16 +288,16 @@ class TierStore:
         with session.calls.together("move()"):
             session.given.require_unchanged()
             session.table.move(target)
-            session.given.forget()  # Views that were shown are of the memory before.
+            session.given.forget()  # Shown views refer to the old memory.
 
     # -- Commits and checkpoints.
 
     @property
     def committed(self) -> CommittedStep:
-        """The newest durable step, which a restart finds, and the states of what was registered.
+        """The newest durable step, which a restart finds, and its registered states.
 
-        Also before restore(), for a program that must know where it continues. On another number
-        of ranks it has the states that are equal on all ranks of the commit.
+        Available before restore(), for a program that must know where it continues. On another
+        number of ranks it has the states that are equal on all ranks of the commit.
         """
         session = self._session
         ranks = session.ranks
@@ -307,21 +307,21 @@ class TierStore:
         return CommittedStep(step=0) if manifest is None else committed_step([manifest], 0, 1)
 
     def register(self, **objects: Stateful | dict[Any, Any] | None) -> None:
-        """Make the states of objects part of each commit, and let restore() give them back.
+        """Include the states of objects in each commit. restore() loads them back.
 
         For example ``store.register(scheduler=scheduler, random=tierstore.RandomState())``.
-        commit() asks each object for its state; restore() loads the states in the order of
-        registration, and what is registered later is not loaded.
+        commit() asks each object for its state. restore() loads the states in the order of
+        registration. Objects that are registered later are not loaded.
 
         Args:
-            objects: by name, objects with ``state_dict()`` and ``load_state_dict()``, as
-                schedulers, gradient scalers and data loaders have them, or dicts, which restore()
-                fills with the committed items. A state is of plain values and small tensors. None
-                forgets an object, and lets restore() leave out its committed state.
+            objects: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as
+                schedulers, gradient scalers and data loaders; or dicts, which restore() fills with
+                the committed items. A state has plain values and small tensors. None drops an
+                object; restore() then leaves out its committed state.
 
         Raises:
-            TypeError, ValueError: an object has no state, or its state is that of this store.
-                Nothing was registered.
+            TypeError, ValueError: an object has no state, or its state is in the pages of this
+                store. Nothing was registered.
             RunDirectoryError: the store has no directory.
         """
         session = self._session
@@ -331,7 +331,7 @@ class TierStore:
             if getattr(given, "store", None) is self:
                 raise ValueError(
                     f"register({name}=) got the {type(given).__name__} whose state is in the pages "
-                    "of this store, and so in each commit: leave it out"
+                    "of this store, and therefore in each commit: leave it out"
                 )
         session.registered.add(objects)
 
@@ -339,16 +339,16 @@ class TierStore:
     def commit(self) -> None:
         """Make the last step durable in the background, so that a restart finds it.
 
-        Copies hyperparameters and the states of what is registered now; parameters and states are
-        as the step left them.
-        With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
-        commits it with these states. A step is committed again if a state has changed; values of
-        groups that change after the commit of a step are in the commit of the next step.
+        Copies the current hyperparameters and states of registered objects. Parameters and states
+        are as the step left them.
+        With ``commit_every`` above 1 a step that is not due is not committed. synchronize() then
+        commits it with these states. A step is committed again if a registered state has changed.
+        If values of groups change after the commit of a step, the next step's commit has them.
 
         Raises:
             TypeError, ValueError: a registered state cannot be stored, or is too large; the message
-                names the value. Or a tensor of show_states() was changed in place; or the memory of
-                a parameter was freed, and the store has failed.
+                names the value. Or a tensor of show_states() was changed in place. Or the memory of
+                a parameter was freed: the store has then failed.
             StorageError: an earlier commit or write failed.
         """
         session = self._session
@@ -372,10 +372,9 @@ class TierStore:
         """Commit the last step if no commit holds it, and wait until it is durable.
 
         Raises:
-            StorageError: the commit failed; the commit before it is intact.
-            ValueError: a tensor of show_states() was changed in place; or parameters were changed
-                since a step that ``commit_every`` does not make due, and that is to be committed
-                now. Nothing was committed.
+            StorageError: the commit failed. The previous commit is intact.
+            ValueError: a tensor of show_states() was changed in place; or the last step was not due
+                by ``commit_every``, and parameters were changed since. Nothing was committed.
         """
         session = self._session
         session.usability.require_restored()
@@ -384,9 +383,9 @@ class TierStore:
         self._synchronize()
 
     def _keeps_commit_before(self) -> bool:
-        """Return whether close() must not commit the last step, as parameters were changed since.
+        """Return whether close() must not commit the last step because parameters were changed.
 
-        Without any commit to keep, it commits them as they are: better than to lose the run.
+        If no other commit exists, close() commits the changed parameters, to keep the run.
         """
         session = self._session
         committer = session.require_committer("close()")
@@ -435,29 +434,29 @@ class TierStore:
 
         Synchronizes first. On the filesystem of the run, page files are linked, no tensor is read
         or written, and the checkpoint is complete on return. On another filesystem, pages are
-        copied: with several ranks before the return, else in the background, and close() and the
-        next checkpoint() wait for the copy and raise its error. The checkpoint is then read in the
-        background; the next step(), commit(), synchronize(), checkpoint() or close() raises damage
-        that the run has, too, and the store fails. An interrupt leaves nothing of the checkpoint,
-        or all of it, or a copy that continues. All ranks call it together.
+        copied: with several ranks before the return, else in the background; close() and the next
+        checkpoint() wait for the copy and raise its error. The checkpoint is then verified in the
+        background. If damage also affects the run, the next step(), commit(), synchronize(),
+        checkpoint() or close() raises it, and the store fails. An interrupt leaves nothing of the
+        checkpoint, all of it, or a copy that continues. All ranks call it together.
 
         Args:
             path: the directory; must be absent or empty, or a checkpoint of this run of steps
-                that a rewind has abandoned, which is then replaced.
+                that a rewind has abandoned. Such a checkpoint is replaced.
             model: adds the tensors that are not paged: buffers, frozen parameters, and the
                 further names of tied parameters. None: paged state only.
-            keep_last: number of checkpoints of this run to keep next to ``path``; the oldest are
+            keep_last: number of checkpoints of this run to keep next to ``path``. The oldest are
                 removed afterwards. One more is kept if none of them is known to be whole. None
                 keeps all.
             model_prefix: prefix of the names of the model's parameters; torchtitan uses "".
 
         Raises:
             CheckpointError: ``path`` is not empty or cannot be created, no step was done yet, or
-                the model is another one or cannot be stored. Nothing was published.
-            StorageError: a file operation failed, on a full disk for example. Nothing is left of
+                the model does not match or cannot be stored. Nothing was published.
+            StorageError: a file operation failed, for example on a full disk. Nothing is left of
                 the checkpoint.
             CorruptionError: a copied page is not what was committed. Nothing is left of the
-                checkpoint. Or the checkpoint before is damaged, as is the run, and the store has
+                checkpoint. Or the previous checkpoint and the run are damaged. The store has then
                 failed.
             ThreadError, BudgetError: the system has no thread or memory for the verification.
         """
@@ -470,7 +469,7 @@ class TierStore:
         committer = session.require_committer("checkpoint()")
         with session.calls.together("checkpoint()"):
             self._finish_publication()
-            # At an interrupt, other ranks are told not to wait for this one.
+            # At an interrupt, tell other ranks not to wait for this rank.
             with session.usability.failing(interrupts=session.ranks.world_size > 1):
                 # In short turns, because a rank with a slow disk may take long.
                 while not all(agree(session.ranks, "verify the last checkpoint", self._verify_on)):
@@ -502,7 +501,7 @@ class TierStore:
             except BaseException as error:
                 if session.ranks.world_size > 1 and not isinstance(error, Exception):
                     session.usability.fail(error)  # Other ranks are in the middle of publishing.
-                with contextlib.suppress(StorageError):  # The first error is the one to mend.
+                with contextlib.suppress(StorageError):  # The user has to fix the first error.
                     committer.drop_spares()
                 if isinstance(error, StorageError) and error.errno in FULL:
                     with contextlib.suppress(OSError, TierstoreError):
@@ -519,7 +518,7 @@ class TierStore:
             return publication
 
     def _explain_full_disk(self, error: StorageError, parent: Path) -> None:
-        """Add to an error of checkpoint() what it needs, and what could be removed."""
+        """Add to an error of checkpoint() the space it needs, and files that could be removed."""
         from tierstore.checkpoint.retention import advice_on_full_disk
 
         session = self._session
@@ -541,53 +540,52 @@ class TierStore:
     ) -> int:
         """Go back to the committed step: parameters, states, hyperparameters, registered objects.
 
-        What is registered gets its state when the pages have theirs, in the order of registration;
-        hyperparameters are set last. Each rank gets what it has committed. On another number of
-        ranks all get the states that are equal on the ranks of the commit, and a RandomState stays
-        as it is.
+        Registered objects get their states after the pages, in the order of registration.
+        Hyperparameters are set last. Each rank gets the states that it has committed. On another
+        number of ranks, all ranks get the states that are equal on the ranks of the commit, and a
+        RandomState does not change.
 
-        Groups that this store attached after the commit begin anew: parameters and hyperparameters
-        stay as they are, states become those of a new parameter, and ``scalars`` has no entries of
-        them.
+        Groups that this store attached after the commit start afresh: their parameters and
+        hyperparameters do not change, states are reset, and ``scalars`` has no entries for them.
 
         Args:
             checkpoint: begin a new run from this checkpoint instead: one that tierstore
                 published, or any DCP checkpoint of a model and its optimizer, or of a model
                 alone, with which states are zeros and the step is 0. It is checked first.
-            rewind: with ``checkpoint``, go on from its step in this run instead, which may have
-                steps: for a loss that has spiked. That is one commit, after which a restart finds
-                the checkpoint's step, also if later steps were committed before; a crash during
-                the call finds the last commit, or this one. Checkpoints of the run stay as they
-                are. A run without steps begins from the checkpoint.
-            check: called with the step and its states before anything is changed; raises
-                ValueError if the program cannot continue from there.
+            rewind: with ``checkpoint``, continue from its step in this run instead, for example
+                after a loss spike. The run may have steps. This makes one commit. Then a restart
+                finds the checkpoint's step, even if later steps were committed before. After a
+                crash during the call, it finds the last commit or this one. Checkpoints of the run
+                do not change. A run without steps begins from the checkpoint.
+            check: called with the step and its states before any change. It raises ValueError if
+                the program cannot continue from there.
 
         Returns:
             The step; 0 if nothing was ever committed and no step was done.
 
         Raises:
             CheckpointError: not a checkpoint, or of another model. Nothing was changed.
-            RunDirectoryError: steps were done, and none was committed. Nothing was changed.
+            RunDirectoryError: steps were done, but none was committed. Nothing was changed.
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
             CorruptionError: a page, or the checkpoint, is not what was written.
-            ValueError: of ``check``; or a committed state is of no registered object (with
-                ``checkpoint`` a warning), or differs between the ranks of a commit by another
-                number of ranks; or the optimizer cannot use a hyperparameter of the
-                checkpoint, or a forward of FSDP2 is in progress, or ``rewind`` without
-                ``checkpoint`` or in a run with ``commit_every=None``. Nothing was changed.
-            StorageError: a page could not be read or written, on a full disk for example; restore()
-                goes back to the last commit.
+            ValueError: raised by ``check``; or no object is registered for a committed state (with
+                ``checkpoint``, a warning); or a state differs between the ranks of a commit by
+                another number of ranks; or the optimizer cannot use a hyperparameter of the
+                checkpoint; or a forward of FSDP2 is in progress; or ``rewind`` without
+                ``checkpoint``, or in a run with ``commit_every=None``. Nothing was changed.
+            StorageError: a page could not be read or written, for example on a full disk. Another
+                restore() goes back to the last commit.
 
         Warns:
-            UserWarning: a registered object has no state in the commit, and stays as it is.
+            UserWarning: a registered object has no state in the commit, and does not change.
         """
         session = self._session
         session.usability.require_open()
         session.require_committer("restore()")
         if rewind and checkpoint is None:
             raise ValueError(
-                "rewind=True goes back to a checkpoint: pass checkpoint=, too; restore() alone "
+                "rewind=True goes back to a checkpoint: also pass checkpoint=; restore() alone "
                 "goes back to the last commit"
             )
         with session.calls.together("restore(rewind=True)" if rewind else "restore()"):
@@ -652,9 +650,9 @@ class TierStore:
     def close(self) -> None:
         """Synchronize, then release files, lock and buffers. Call it again after an interrupt.
 
-        Waits until the last checkpoint was read. A failed store is released without a commit, and
-        so, with a warning, is a step that was not due and after which parameters were changed. An
-        error of synchronize(), or of the last checkpoint, is raised after everything was released.
+        Waits until the last checkpoint was verified. A failed store is released without a commit.
+        A step that was not due is not committed if parameters were changed after it (with a
+        warning). An error of synchronize(), or of the last checkpoint, is raised at the end.
         """
         self._close(synchronize=True)
 
@@ -664,17 +662,17 @@ class TierStore:
         if usability.is_forked:
             return
         if usability.closed:
-            self._opened.close()  # What an interrupt has left.
+            self._opened.close()  # Release the resources that an interrupt has left.
             return
         if usability.sweeping:
             usability.fail(SweepError("the store was closed in the middle of a step"))
-        # Both call all, the last one first, whatever fails.
+        # Both stacks call all callbacks, the last one first, even if some fail.
         with contextlib.ExitStack() as released, contextlib.ExitStack() as stack:
             stack.callback(self._opened.close)
             stack.callback(setattr, usability, "closed", True)
             if synchronize:
                 stack.callback(self._finish_verification)
-            # After an error in the program, the log alone says what became of the copy.
+            # After an error in the program, only the log reports the outcome of the copy.
             stack.callback(self._finish_publication if synchronize else self._settle_publication)
             if synchronize and usability.has_directory and not usability.failure:
                 committer = session.require_committer("close()")
@@ -682,7 +680,7 @@ class TierStore:
                     committer.marks_clean_end = committer.is_clean
                 else:
                     if not session.given.was_refused:
-                        # Called last, so that the last step is committed nevertheless.
+                        # Called last, so that the last step is committed in any case.
                         released.callback(session.given.require_unchanged)
                     with session.calls.named("close()"):
                         keeps = committer.adds_parameters and self._keeps_commit_before()
@@ -700,8 +698,8 @@ class TierStore:
     ) -> None:
         """Close. After an exception, do not commit the last step if no commit of it has begun.
 
-        What is registered, and the learning rates of the scheduler, may be of the step before. A
-        checkpoint that is being copied is waited for; if the copy fails, the log says so.
+        Registered objects and learning rates of the scheduler may belong to the step before. Waits
+        for a checkpoint that is being copied. If the copy fails, the log reports it.
         """
         if error is not None:
             self._session.ranks.fail(error, other_group=True)

@@ -1,9 +1,9 @@
-"""Threads, which the system may refuse, and calls on them, which an interrupt leaves in order.
+"""Threads and calls on threads. They survive interrupts, and report if the system has no thread.
 
-``threading.Event`` and ``Condition``, and ``Future`` and ``ThreadPoolExecutor``, which are made of
-them, take their lock in Python code: an interrupt that comes before the ``with`` statement has the
-lock leaves it taken, and the other thread waits for it forever. The classes here have locks and a
-queue of C alone.
+``threading.Event``, ``Condition``, ``Future`` and ``ThreadPoolExecutor`` take their lock in Python
+code. An interrupt between taking the lock and entering the ``with`` block leaves the lock taken,
+and the other thread waits for it forever. The classes here use only locks and a queue written
+in C.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class Latch:
-    """An event that one thread sets, and others wait for."""
+    """An event that one thread sets and others wait for."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -43,9 +43,9 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Let all threads go on. May be called again.
+        """Let all threads continue. May be called again.
 
-        Where threads wait without a timeout, a thread calls it that interrupts do not reach.
+        If threads wait without a timeout, it must be called in a thread without interrupts.
         """
         self.is_set = True
         while self._unset:
@@ -53,7 +53,7 @@ class Latch:
             self._lock.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the latch is set, or for ``timeout_s``, which one thread alone may pass.
+        """Block until the latch is set, or for ``timeout_s``. Only one thread may pass a timeout.
 
         Returns:
             Whether the latch is set.
@@ -64,16 +64,16 @@ class Latch:
             with self._lock:
                 pass
         elif self._lock.acquire(timeout=timeout_s):
-            # An interrupt here leaves the lock taken, which a latch that is set does not look at.
+            # An interrupt here leaves the lock taken. A latch that is set ignores the lock.
             self._lock.release()
         return self.is_set
 
 
 class Result(Latch, Generic[_T]):
-    """The result of a call, once it has ended: a value or an error.
+    """The result of a call that may still run: a value or an error.
 
     Attributes:
-        error: what the call has raised, or None.
+        error: the error that the call has raised, or None.
     """
 
     _value: _T
@@ -89,12 +89,12 @@ class Result(Latch, Generic[_T]):
         except BaseException as error:
             self.error = error
             self.set()
-            del self, act  # Kept alive in a cycle otherwise: the error has this frame.
+            del self, act  # Break a cycle: the error refers to this frame.
         else:
             self.set()
 
     def result(self) -> _T:
-        """Wait for the end of the call; return or raise what it did."""
+        """Wait for the end of the call; return its value or raise its error."""
         self.wait()
         if self.error is not None:
             try:
@@ -110,16 +110,16 @@ _Calls: TypeAlias = SimpleQueue[tuple[Result[Any], Callable[[], Any]] | None]
 class Threads:
     """Threads that make calls in the order in which they are submitted.
 
-    All are started at once, so that a system without room for them refuses them here. They end with
-    close(), or when this object is dropped, after the calls that were submitted. A process that
-    ends waits for them.
+    All threads are started at once: if the system cannot start one, the error is raised here. They
+    end after the submitted calls, with close() or when this object is dropped. A process that exits
+    waits for them.
 
     Args:
         count: number of threads.
         name: prefix of their names.
 
     Raises:
-        ThreadError: the system does not start all of them.
+        ThreadError: the system does not start all threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -156,9 +156,9 @@ class Threads:
         """End the threads after all calls, and wait for that. Call it again after an interrupt.
 
         Args:
-            cancel: drop the calls that have not begun; nobody may wait for them.
+            cancel: drop the calls that have not begun. No one may wait for them.
         """
-        if self._pid != os.getpid():  # A forked child has none of the threads.
+        if self._pid != os.getpid():  # A forked child does not have the threads.
             return
         with self._mutex:
             self._closed = True
@@ -179,7 +179,7 @@ class Threads:
 
 
 def at_once(calls: Sequence[Callable[[], _T]], name: str) -> list[_T]:
-    """Make calls on a thread each, and return what they return.
+    """Make each call on its own thread; return the results.
 
     Args:
         calls: the calls.
@@ -187,7 +187,7 @@ def at_once(calls: Sequence[Callable[[], _T]], name: str) -> list[_T]:
 
     Raises:
         ThreadError: the system starts no further thread. No call was made.
-        Exception: of the first call that failed, after all have ended.
+        Exception: the error of the first failed call, after all calls have ended.
     """
     with Threads(len(calls), name) as threads:
         made = [threads.submit(call) for call in calls]
@@ -198,12 +198,12 @@ def _work(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
         result, act = call
         result.settle(act)
-        del call, result, act  # Kept alive by the next call otherwise.
+        del call, result, act  # Otherwise they stay alive until the next call.
     calls.put(None)  # For the next thread.
 
 
 _all: dict[int, tuple[weakref.ref[Threads], Sequence[Result[None]]]] = {}
-"""All that may run, also of Threads that were dropped, in the order in which they were started."""
+"""All threads that may run, including threads of dropped objects, in the order of their start."""
 
 os.register_at_fork(after_in_child=_all.clear)
 
@@ -216,7 +216,7 @@ def _note(threads: Threads, ends: Sequence[Result[None]]) -> None:
 
 
 def _end_all() -> None:
-    # The last ones first: a commit needs the threads of its engine, which were started before.
+    # End the last ones first: a commit needs the threads of its engine, which started earlier.
     for reference, ends in reversed(list(_all.values())):
         if (threads := reference()) is not None:
             threads.close()
@@ -224,6 +224,6 @@ def _end_all() -> None:
             end.wait()
 
 
-# Not atexit: its hooks come later, after the hooks of torch. Here the hook registered first comes
-# last: a module that commits as the process ends imports this one, and so finds threads.
+# Not atexit: its hooks run later, after the hooks of torch. Here the hook registered first runs
+# last. A module that commits at exit imports this module, so its hook still finds the threads.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -41,10 +41,10 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_endurance(value: int | str) -> int:
-    """Return the bytes that a drive may be written in its life, from ``"600TBW"`` or an int.
+    """Return the bytes that may be written to a drive in its life, from ``"600TBW"`` or an int.
 
     Raises:
-        ValueError: something else, 0, or 2^63 bytes or more.
+        ValueError: the value cannot be parsed, is 0, or is 2^63 bytes or more.
     """
     size = value
     if isinstance(value, str):
@@ -65,7 +65,7 @@ def parse_endurance(value: int | str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return a size for people: ``"1.5 GiB"``; exact below 1 KiB."""
+    """Return a size as text for people, such as ``"1.5 GiB"``; exact below 1 KiB."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -29,18 +29,18 @@ class MuonFactory:
 class MuonTrainer(StoreTrainer, Trainer):
     """A Trainer with Muon on a store: commits each step, and resumes from the last commit.
 
-    Of the settings of AdamW in ``TrainingArguments``, ``weight_decay`` is for all parameters, and
-    ``adam_beta1`` and ``adam_beta2`` are for those that AdamW trains, unless ``muon_options`` has
-    others. A setting that has its default counts as not written.
+    From the AdamW settings in ``TrainingArguments``, ``weight_decay`` applies to all parameters,
+    and ``adam_beta1`` and ``adam_beta2`` apply to parameters that AdamW trains. ``muon_options``
+    overrides them. A setting with its default value counts as not set.
 
     Args:
-        args: as of ``transformers.Trainer``.
-        store: the store; opened with ``resume=True`` it resumes.
+        args: as in ``transformers.Trainer``.
+        store: the store. Opened with ``resume=True`` it resumes.
         lr: learning rate of matrices.
         adamw_lr: learning rate of the other parameters.
         muon_options: further arguments of ``muon.Muon`` and ``muon.param_groups``, such as
             ``{"no_decay": "*.bias"}``; see ``muon_of``.
-        kwargs: as of ``transformers.Trainer``.
+        kwargs: as in ``transformers.Trainer``.
 
     Raises:
         ValueError: a setting of ``TrainingArguments`` has no effect here.

@@ -1,4 +1,4 @@
-"""The optimizer of a model from one set of options, as trainers pass them on."""
+"""The optimizer of a model from the single set of options that a trainer passes."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ class MuonContainer(Container):
 
     Args:
         model_parts: one module.
-        store: the store; opened with ``resume=True`` it resumes.
+        store: the store. Opened with ``resume=True`` it resumes.
         lr: learning rate of matrices.
         adamw_lr: learning rate of the other parameters.
         options: further arguments of ``muon.Muon`` and ``muon.param_groups``; see ``muon_of``.
 
     Raises:
-        ValueError: several model parts, which are pipeline stages of one rank.
+        ValueError: several model parts, that is, several pipeline stages on one rank.
     """
 
     def __init__(

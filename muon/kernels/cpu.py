@@ -1,6 +1,6 @@
 """Native kernels for a CPU: update rules in one pass over memory, and random bits.
 
-They have the bits of ``muon.kernels.plain`` and ``muon.kernels.rounding``.
+Results have the same bits as ``muon.kernels.plain`` and ``muon.kernels.rounding``.
 
 Tensors are contiguous, in memory of the CPU, of float32 or bfloat16; see fit(). Masters and moments
 are float32.
@@ -17,15 +17,15 @@ from muon import _cpu_kernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _PART_NUMEL = 1 << 16
-"""Elements that are worth a further thread."""
+"""Elements for which one more thread is worthwhile."""
 
 
 def fit(*states: Any) -> bool:
     """Return whether the kernels take these states.
 
-    Not subclasses, which may have no memory of their own, nor freed tensors.
+    False for subclasses, because they may have no memory of their own, and for freed tensors.
     """
-    for state in states:  # A generator would take longer, which counts for small tensors.
+    for state in states:  # A generator would be slower, which matters for small tensors.
         if not (
             type(state) in (torch.Tensor, torch.nn.Parameter)
             and state.dtype in _DTYPES
@@ -126,7 +126,7 @@ def random_bits(rows: torch.Tensor, first: int, columns: int) -> torch.Tensor:
     Args:
         rows: int32, contiguous: a number for each row.
         first: the first column.
-        columns: how many.
+        columns: number of columns.
     """
     bits = torch.empty((*rows.shape, columns), dtype=torch.int32, device="cpu")
     _cpu_kernels.random_bits(

@@ -1,9 +1,9 @@
 """Update rules as kernels of Triton: one pass over memory each, with the bits of ``plain``.
 
-A rule made of operations of torch passes over its tensors once per operation, ten times for the
-weights of Muon. Products that torch's kernels add in one rounding are ``tl.fma`` here, and nothing
-else may be: there is neither ``a * b + c``, except in a launch that keeps the compiler from joining
-them, nor a division or root that the compiler may approximate.
+A rule made of torch operations passes over its tensors once per operation: ten times for the
+weights of Muon. Where torch's kernels round a product and a sum once, the code here has ``tl.fma``.
+Nothing else may be fused: ``a * b + c`` is used only in launches that forbid fusion. Divisions and
+roots that the compiler may approximate are not used.
 
 Tensors are contiguous, on one GPU, of float32, bfloat16 or float16; see fit().
 """
@@ -149,7 +149,7 @@ def _step_adamw(
 
 
 def is_small(weight: float) -> bool:
-    """Return whether torch's ``lerp`` computes from the start, and not from the end."""
+    """Return whether torch's ``lerp`` computes from the start instead of from the end."""
     return bool(abs(np.float32(weight)) < 0.5)
 
 
@@ -170,7 +170,7 @@ def divided(a, b):
 
 @triton.jit
 def square_root(x):
-    """Return the root, rounded once, as divided()."""
+    """Return the root, rounded once; see divided()."""
     if _HAS_PTX:
         return tl.inline_asm_elementwise(
             "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -181,7 +181,7 @@ def square_root(x):
 
 @triton.jit
 def lerp(start, end, weight, small: tl.constexpr):
-    """Return what torch's ``lerp`` computes."""
+    """Return the same result as torch's ``lerp``."""
     if small:  # As torch does: exact at both ends.
         return tl.fma(weight, end - start, start)
     return tl.fma(start - end, 1.0 - weight, end)
@@ -189,14 +189,14 @@ def lerp(start, end, weight, small: tl.constexpr):
 
 @triton.jit
 def places_of(numel, block: tl.constexpr):
-    """Return the places of the elements of a program, and a mask of those in the tensor."""
+    """Return the places of the elements of a program, and a mask of places in the tensor."""
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     return places, places < numel
 
 
 @triton.jit
 def adopted(master, parameter_at, changed_at, places, inside):
-    """Return the master, with the elements of the parameter that were changed."""
+    """Return the master with changed elements of the parameter taken over."""
     value = tl.load(parameter_at + places, mask=inside, other=0.0)
     rounded = master.to(value.dtype).to(tl.float32)
     value = value.to(tl.float32)

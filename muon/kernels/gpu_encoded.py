@@ -1,7 +1,7 @@
 """Update rules on states in fewer bytes as kernels of Triton: decode, step and encode in one pass.
 
-They have the bits of ``muon.kernels.plain`` between ``read()`` and ``write()`` of the states. A
-program steps some rows and up to 256 columns of a chunk, which have one scale of a state in 8 bits.
+The bits are those from ``muon.kernels.plain`` between ``read()`` and ``write()`` of the states. A
+program steps some rows and up to 256 columns of a chunk: one scale of a row of an 8-bit state.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _COLUMNS = tierstore.pages.EncodedState.BLOCK_COLUMNS
 
 
 class _Form(NamedTuple):
-    """The memory of a state, as kernels take it."""
+    """The memory of a state in the form that kernels take."""
 
     kind: str
-    """float32; of a master also "split"; of another state also "bfloat16", "int8" or "uint8"."""
+    """"float32"; for a master also "split"; for others also "bfloat16", "int8" or "uint8"."""
     values: torch.Tensor
-    """bfloat16 as int16."""
+    """The values; bfloat16 as int16."""
     beside: torch.Tensor
-    """The remainders or scales of the values; otherwise the values."""
+    """The remainders or scales of the values; without them the values."""
     chances: rounding.Chances | None = None
 
     @property
@@ -79,9 +79,9 @@ def fit(
     """Return whether the kernels take a chunk.
 
     Args:
-        tensors: what the rule reads or writes beside the states.
+        tensors: the other tensors that the rule reads or writes.
         states: a master and its moments, or a momentum.
-        parameter: 16-bit, the master rounded, or None.
+        parameter: the 16-bit rounded master, or None.
         has_master: whether the first state is a master.
     """
     shape = tensors[0].shape
@@ -99,7 +99,7 @@ def fit(
         if place == 0:
             kinds = ("float32", "split") if has_master else ("int8",)
             is_taken = form.kind in kinds and form.chances is None
-        elif form.chances is None:  # Not rounded at random.
+        elif form.chances is None:  # Without stochastic rounding.
             is_taken = form.kind == "float32"
         else:
             is_taken = form.chances.first is not None
@@ -208,7 +208,7 @@ def _step_adamw(
     if parameter is not None:
         changed = torch.zeros((), dtype=torch.uint8, device=grad.device)
         own = _Form("rounded", own.values, parameter)
-    chances = mean.chances or mean_sq.chances  # Of the same elements.
+    chances = mean.chances or mean_sq.chances  # Both belong to the same elements.
     first_row, first_column = (0, 0) if chances is None else chances.first or (0, 0)
     rows, columns, grid, tile = _tiles(grad)
     with torch.cuda.device_of(grad):

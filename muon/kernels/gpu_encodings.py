@@ -1,7 +1,7 @@
 """Encodings of ``tierstore`` and random bits of ``muon.kernels.rounding`` as functions of Triton.
 
-They have the bits of the operations of torch there, in kernels that are compiled with
-``enable_fp_fusion=False``: otherwise a product and a sum would be rounded once.
+Results have the same bits as the torch operations there, in kernels that are compiled with
+``enable_fp_fusion=False``. Otherwise a product and a sum would be rounded once.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def _float(bits):
 
 @triton.jit
 def _magnitude(value):
-    """Return the bits of magnitudes, in the same order: 0x7F800000 is infinity, above are NaNs."""
+    """Return the bits of magnitudes, in the same order: 0x7F800000 is infinity, NaNs are larger."""
     return tl.cast(value, tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def random_bits(row, column, digest):
-    """Return what ``muon.kernels.rounding.Chances`` computes."""
+    """Return the same bits as ``muon.kernels.rounding.Chances``."""
     x = row * _GOLDEN_64 + digest
     x = (x ^ (x >> 29)) * _MIX_64
     x = (x >> 32).to(tl.int32) ^ (column.to(tl.int32) * _GOLDEN_32)
@@ -74,13 +74,13 @@ def joined(parameter_at, remainder_at, places, inside):
 def store_split(master, parameter_at, remainder_at, places, inside):
     """Store masters as parameters and remainders."""
     bits = tl.cast(master, tl.int32, bitcast=True)
-    # The lower bits of a NaN may be all that it has, and rounded it may be a number.
+    # A NaN may have only low bits set. Rounding could make it a number.
     bits = tl.where(_magnitude(master) > 0x7F800000, (bits & -0x80000000) | 0x7FC00000, bits)
     remainder = bits
     if remainder_at.dtype.element_ty == tl.int8:
         bits = bits + 0x80
         remainder = bits >> 8
-    # Narrowed without the upper bits.
+    # Narrowing drops the upper bits.
     tl.store(remainder_at + places, remainder.to(remainder_at.dtype.element_ty), mask=inside)
     tl.store(parameter_at + places, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
 
@@ -112,13 +112,13 @@ def store_roots(
     has_row,
     last: tl.constexpr,
 ):
-    """Encode values; 0.5 as the chance is to the nearest number."""
+    """Encode values. A chance of 0.5 rounds to the nearest number."""
     largest = tl.max(tl.where(inside, _magnitude(value), 0), axis=1)[:, None]
     top = tl.full(largest.shape, 1.0 * last * last * last * last, tl.float32)
     scale = divided(_float(largest), top)
     scale = tl.where(largest < 0x7F800000, scale, float("nan"))
     tl.store(scale_at + scale_places, scale, mask=has_row)
-    # A block of zeros has the scale 0, and so have numbers too small for a scale.
+    # Blocks of zeros, and of numbers too small for a scale, have the scale 0.
     ratio = divided(value, tl.where(scale > 0, scale, 1.0))
     ratio = tl.where(_magnitude(ratio) < 0x7F800000, ratio, 0.0)
     size = tl.abs(ratio)
@@ -129,7 +129,7 @@ def store_roots(
     if last == 127:
         number = tl.where(ratio < 0, -number, number)
     else:
-        number = tl.where(ratio > 0, tl.maximum(number, 1), 0)  # Adam divides by the root of it.
+        number = tl.where(ratio > 0, tl.maximum(number, 1), 0)  # Adam divides by its root.
     tl.store(numbers_at + places, number.to(numbers_at.dtype.element_ty), mask=inside)
 
 
@@ -152,7 +152,7 @@ def store_moment(
     if kind == "float32":
         tl.store(at + places, value, mask=inside)
     elif kind == "bfloat16":
-        # The upper half of float32; what is added to the lower half carries into it.
+        # The upper half of float32. A sum in the lower half carries into it.
         rounded = (tl.cast(value, tl.int32, bitcast=True) + bits) >> 16
         rounded = tl.where(_magnitude(value) > 0x7F800000, 0x7FC0, rounded)
         tl.store(at + places, rounded.to(tl.int16), mask=inside)

@@ -1,8 +1,8 @@
 """Update rules as operations of torch, in place on the tensors of chunks.
 
-All operations are elementwise, so results do not depend on where a parameter is cut, and
-gradients are never modified. ``cpu``, ``gpu`` and ``gpu_encoded`` have functions of the same names
-and arguments, without ``cautious``, and with the same bits.
+All operations are elementwise, so results do not depend on where a parameter is cut. Gradients are
+never modified. ``cpu``, ``gpu`` and ``gpu_encoded`` have functions with the same names, arguments
+(without ``cautious``) and bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def momentum_(
     """Update the momentum and write the input of Newton-Schulz; see ``muon.kernels.rules``.
 
     Args:
-        grad: of any shape, as all that follow.
+        grad: a tensor of any shape. The other tensors have the same shape.
         buffer: the running average; updated in place.
         out: overwritten.
         momentum: weight of the past, in [0, 1].
@@ -58,15 +58,15 @@ def muon_(
 
     Args:
         master: float32 or wider, of any shape; updated in place.
-        parameter: of the shape of ``master``, or None. Where it is not the master rounded, it was
-            changed, and is the master. It is set to the new master rounded.
+        parameter: of the shape of ``master``, or None. Where it differs from the rounded master, it
+            was changed, and replaces the master. It is set to the new rounded master.
         update: of the shape of ``master``.
-        decay: what the master is multiplied by.
+        decay: factor of the master.
         alpha: the negative adjusted learning rate.
         cautious: decay only elements that the update does not move away from zero.
 
     Returns:
-        Bool of shape (): whether an element of the parameter was changed; None for no.
+        Bool of shape (): whether an element of the parameter was changed; None if known to be no.
     """
     changed = _adopt(master, parameter)
     if cautious:
@@ -99,26 +99,26 @@ def adamw_(
 
     Args:
         masters: float32 or wider; updated in place.
-        parameters: as of muon_().
+        parameters: as in muon_().
         grads: of any floating-point dtype.
         exp_avgs: of the dtype of the master; updated in place.
         exp_avg_sqs: of the dtype of the master; updated in place.
-        sizes: what the first moments are multiplied by.
+        sizes: factors of the first moments.
         epsilons: added to the roots of the second moments.
-        decay: what the masters are multiplied by; 1 for none.
+        decay: factor of the masters; 1 without decay.
         betas: weights of the past in the moments.
         maximize: the gradients are negated.
         cautious: decay only elements that the step does not move away from zero.
 
     Returns:
-        As muon_(), for each chunk.
+        As in muon_(), for each chunk.
     """
     changed = [_adopt(*pair) for pair in zip(masters, parameters, strict=True)]
     wide_grads = [g.to(m.dtype) for g, m in zip(grads, exp_avgs, strict=True)]
     if maximize:
         wide_grads = list(torch._foreach_neg(wide_grads))
-    # Each line is one operation, because lerp, addcmul and addcdiv may round once or twice, and a
-    # quotient of a tensor and a number is a product on a GPU.
+    # Each line is one operation, because lerp, addcmul and addcdiv may round once or twice. On a
+    # GPU, dividing a tensor by a number is a multiplication.
     if decay != 1 and not cautious:
         torch._foreach_mul_(masters, decay)
     torch._foreach_mul_(exp_avgs, betas[0])
@@ -142,10 +142,10 @@ def adamw_(
 
 
 def _roots(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the roots; of float32 the nearest numbers, which torch's root of float32 may miss.
+    """Return the roots. In float32 they are correctly rounded. torch's own float32 root may not be.
 
-    The root of a number of 24 bits is farther from the middle of two such numbers than the last bit
-    of a float64, so that an error there does not matter.
+    The root of a 24-bit number is farther from the middle of two such numbers than the last bit of
+    a float64. An error in this bit therefore has no effect.
     """
     wide = [torch.empty_like(each, dtype=torch.float64) for each in values]
     torch._foreach_copy_(wide, values)
@@ -156,7 +156,7 @@ def _roots(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Take over what was changed in the parameter; return whether anything was, None for no."""
+    """Take over changed elements of the parameter; return whether any changed, None for no."""
     found: list[torch.Tensor] = []
     if parameter is not None:
         tierstore.pages.RoundedMaster(master, parameter, found.append).read()
@@ -164,7 +164,7 @@ def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor
 
 
 def _decay_cautiously_(values: torch.Tensor, direction: torch.Tensor, decay: float) -> None:
-    """Multiply the values by ``decay`` where they do not have the other sign than ``direction``.
+    """Multiply the values by ``decay``, except where their sign is opposite to ``direction``.
 
     The direction is subtracted from the values (https://arxiv.org/abs/2510.12402, algorithm 1).
     """

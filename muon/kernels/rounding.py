@@ -1,8 +1,8 @@
 """Stochastic rounding: up or down at random, so that the mean is the value.
 
 The random bits of an element are a function of the name of its parameter, the state, the step and
-the place of the element, so that they do not depend on tiers and partitions, and a resumed run
-repeats them.
+the place of the element. They do not depend on tiers and partitions, and a resumed run repeats
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Chances:
 
     Args:
         key: names the parameter, the state and the step.
-        shape: of the parameter.
+        shape: shape of the parameter.
         chunk: the elements.
     """
 
@@ -106,11 +106,11 @@ LAST_MIX_32 = _signed(0x846CA68B, 32)
 
 
 class Rounded:
-    """A state that is written with stochastic rounding, which ``opened()`` takes.
+    """A state that is written with stochastic rounding, for ``opened()``.
 
     Args:
         state: bfloat16, or encoded.
-        chances: of its elements.
+        chances: the random numbers of its elements.
     """
 
     __slots__ = ("chances", "state")
@@ -133,7 +133,7 @@ class Rounded:
         if isinstance(self.state, tierstore.pages.EncodedState):
             self.state.write(values, bits.to(torch.float32).mul_(2.0**-_BITS))
             return
-        # The upper half of float32 is bfloat16: what is added to the lower half carries into it.
+        # The upper half of float32 is bfloat16. A sum in the lower half carries into it.
         rounded = (values.view(torch.int32) + bits).bitwise_and_(-1 << _BITS).view(torch.float32)
         self.state.copy_(torch.where(values.isnan(), values, rounded))
 
@@ -142,7 +142,7 @@ class Rounded:
 
 
 def rounded(state: Any, key: str, shape: Sequence[int], chunk: tierstore.pages.Chunk) -> AnyState:
-    """Return a state to step: one in fewer bits than float32 with stochastic rounding.
+    """Return a state for a step. In fewer bits than float32 it has stochastic rounding.
 
     Args:
         state: of the chunk.

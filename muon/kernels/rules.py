@@ -1,10 +1,10 @@
-"""The update rules: opens states, cuts them into pieces, and chooses who computes.
+"""The update rules: they open states, cut them into pieces, and choose the implementation.
 
-Kernels of one pass over memory (``cpu``, ``gpu``, and ``gpu_encoded`` for states in fewer bytes),
-where the device has them and they take the tensors; operations of torch (``plain``) otherwise. Both
-give the same bits, but for the sign of a zero where ``momentum`` is 0 or 1, in which loops of torch
-differ from each other. Kernels for a GPU need Triton, which builds of torch for GPUs bring along,
-and a C compiler; kernels for a CPU are built with the package.
+If the device has kernels of one pass over memory (``cpu``, ``gpu``, and ``gpu_encoded`` for states
+in fewer bytes) and they take the tensors, they compute. Otherwise torch operations (``plain``) do.
+Both give the same bits, except the sign of a zero if ``momentum`` is 0 or 1: in this case loops of
+torch differ from each other. GPU kernels need a C compiler and Triton, which GPU builds of torch
+include. CPU kernels are built with the package.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches on 
 
 
 class Readable(Protocol):
-    """A state whose values are read, and written after they were changed."""
+    """A state whose values are read, changed and written back."""
 
     def read(self) -> torch.Tensor:
-        """Return the values in memory of their own."""
+        """Return the values in separate memory."""
 
     def write(self, values: torch.Tensor) -> None:
         """Take the changed values."""
@@ -46,7 +46,7 @@ AnyState: TypeAlias = torch.Tensor | Readable
 
 @contextlib.contextmanager
 def opened(states: Sequence[AnyState]) -> Iterator[list[torch.Tensor]]:
-    """Yield the values of states, to be changed in place: the tensors themselves, or decoded.
+    """Yield the values of states to change in place: the tensors themselves, or decoded values.
 
     Decoded values are encoded when the context ends without an error.
     """
@@ -139,8 +139,8 @@ def adamw_(
 ) -> None:
     """Do one step of AdamW (https://arxiv.org/abs/1711.05101), with one division.
 
-    Each operation is rounded by itself, as IEEE 754 defines it, so that every
-    processor has the same bits. In the dtype of the master, with g = ``grad``::
+    Each operation is rounded separately, as IEEE 754 defines it, so every processor
+    computes the same bits. In the dtype of the master, with g = ``grad``::
 
         w = w * (1 - lr * weight_decay)
         m = (beta1 * m) + ((1 - beta1) * g)
@@ -148,7 +148,7 @@ def adamw_(
         w = w - ((size * m) / (sqrt(v) + epsilon))
 
     See _corrected() for size and epsilon. Numbers that are not tensors are computed in float64 and
-    then rounded. The root in float64 is torch's, whose last bit may be that of the processor.
+    then rounded. The root in float64 is torch's. Its last bit may depend on the processor.
 
     Each sequence has one item for each chunk; the tensors of a chunk have one shape.
 
@@ -178,7 +178,7 @@ def adamw_(
     left = []
     for row in zip(steps, grads, masters, exp_avgs, exp_avg_sqs, strict=True):
         step, grad, *states = row
-        # On a GPU a state that is not a tensor has more launches of its own than a kernel.
+        # On a GPU a state that is not a tensor needs more launches than a kernel.
         is_joined = not grad.is_cpu and grad.numel() < _SMALL_NUMEL and _are_tensors(states)
         if kernels is None or is_joined:
             left.append(row)
@@ -211,9 +211,9 @@ def adamw_(
 def _corrected(
     lr: float, betas: tuple[float, float], eps: float, step: float
 ) -> tuple[float, float]:
-    """Return the size and the epsilon of a step, in which the biases of both means are corrected.
+    """Return the size and the epsilon of a step, corrected for the biases of both means.
 
-    The definition of AdamW multiplied by the root of the correction of v:
+    This is the definition of AdamW multiplied by the root of the correction of v:
     lr m / (1 - beta1^t) / (sqrt(v) / root + eps) = size m / (sqrt(v) + epsilon).
     """
     root = math.sqrt(1 - _power(betas[1], step))
@@ -238,21 +238,21 @@ def _parts(
     *,
     has_master: bool = False,
 ) -> Iterator[tuple[Any, Sequence[torch.Tensor], Sequence[Any], torch.Tensor | None]]:
-    """Yield parts of tensors and states, each to be stepped before the next is asked for.
+    """Yield parts of tensors and states. Step each part before asking for the next.
 
-    The whole, if kernels take it as it is, encoded states too. Otherwise pieces, with the values of
-    encoded states.
+    If kernels take the tensors and states, including encoded states, the part is the whole.
+    Otherwise parts are pieces, with decoded values of encoded states.
 
     Args:
         kernels: a module of kernels, or None.
-        tensors: what the rule reads or writes beside the states; all have one shape.
-        states: those that the rule changes.
-        has_master: whether the states are a master and its moments. Then the rule only reads the
+        tensors: the other tensors that the rule reads or writes; all have one shape.
+        states: the states that the rule changes.
+        has_master: whether the states are a master and its moments. The rule then only reads the
             tensors.
 
     Yields:
-        The module of the rule, the tensors, the states as the rule takes them, and the parameter
-        that is the master rounded, or None.
+        The module of the rule, the tensors, the states in the form of the rule, and the parameter
+        (the rounded master) or None.
     """
     own, parameter = _split(states[0])
     values: list[Any] = [own, *states[1:]]
@@ -284,9 +284,9 @@ def _taken(
     parameter: torch.Tensor | None,
     has_master: bool,
 ) -> Sequence[torch.Tensor] | None:
-    """Return the tensors as kernels take them with values and parameter; None if they do not.
+    """Return the tensors in the form that kernels take; None if kernels cannot take them.
 
-    Kernels take masters and moments in float32, and parameters in less.
+    Kernels take masters and moments in float32, and parameters in fewer bits.
     """
     if kernels is None:
         return None
@@ -303,7 +303,7 @@ def _taken(
 
 
 def _split(state: AnyState) -> tuple[AnyState, torch.Tensor | None]:
-    """Return a state, and the parameter that is the state rounded or None."""
+    """Return a state, and the parameter if it is the rounded state, else None."""
     if isinstance(state, tierstore.pages.RoundedMaster):
         return state.master, state.parameter
     return state, None
@@ -314,7 +314,7 @@ def _are_tensors(states: Sequence[AnyState]) -> bool:
 
 
 def _note_changed(master: Any, changed: torch.Tensor | None) -> None:
-    """Tell the store whether elements of the parameter were changed; None if not."""
+    """Report to the store whether elements of the parameter were changed; None means no."""
     if changed is not None:
         master.note_changed(changed)
 
@@ -322,10 +322,10 @@ def _note_changed(master: Any, changed: torch.Tensor | None) -> None:
 def _batches(
     rows: Sequence[tuple[Any, ...]],
 ) -> Iterator[list[list[Any]]]:
-    """Yield rows in batches, each as one list for each column.
+    """Yield rows in batches. A batch has one list for each column.
 
-    Small tensors are joined and large ones cut as by _pieces(), so that the temporaries of a batch
-    stay in the cache.
+    Small tensors are joined, and large ones are cut as by _pieces(). The temporaries of a batch
+    then stay in the cache.
 
     Args:
         rows: the number of the step, and tensors or states of one shape.
@@ -344,9 +344,9 @@ def _batches(
 
 
 def _pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
-    """Yield the same part of all tensors, of one shape, small enough for temporaries in the cache.
+    """Yield the same part of all tensors, small enough that temporaries fit in the cache.
 
-    On a CPU, larger temporaries would be allocated from the system and returned each time, which
+    On a CPU, larger temporaries would be allocated from the system and returned each time. This
     takes several times as long as the computation. Rows of a matrix are not cut. Tensors on a GPU
     are yielded whole.
     """
@@ -357,7 +357,7 @@ def _pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]
 
 
 def _cut(tensors: tuple[Any, ...], dimension: int) -> Iterator[tuple[Any, ...]]:
-    """Cut along a dimension, and along the next ones where that does not suffice."""
+    """Cut along a dimension, and along the next dimensions if this does not suffice."""
     first = tensors[0]
     if first.numel() <= _PIECE_NUMEL or dimension == max(1, first.ndim - 1):
         yield tensors
@@ -382,9 +382,9 @@ def kernels_for(device: torch.device) -> Any:
 
 @functools.cache
 def encoded_kernels_for(device: torch.device) -> Any:
-    """Return the module of kernels that step states in fewer bytes as they are, or None.
+    """Return the module of kernels that step encoded states directly, or None.
 
-    On a CPU their values are decoded and encoded by kernels of ``tierstore``.
+    On a CPU, kernels of ``tierstore`` decode and encode their values.
     """
     if device.type != "cuda":
         return None
@@ -393,11 +393,11 @@ def encoded_kernels_for(device: torch.device) -> Any:
     return _checked(name, device, of_states, lambda kernels, device: kernels.agree(device))
 
 
-_problems: dict[tuple[str, str], str] = {}  # Device and module of kernels -> why it is not used.
+_problems: dict[tuple[str, str], str] = {}  # (device, module of kernels) -> why it is not used.
 
 
 def problem_of_kernels(device: torch.device) -> str | None:
-    """Return why some steps on a device do without kernels, or None if none does."""
+    """Return the reason why some steps on a device do not use kernels, or None."""
     kernels_for(device)
     encoded_kernels_for(device)
     found = [text for (where, _), text in _problems.items() if where == str(device)]
@@ -410,14 +410,14 @@ def _checked(
     steps: str,
     agree: Callable[[Any, torch.device], bool],
 ) -> Any:
-    """Return a module of kernels if they have the bits of operations of torch, or None and warn."""
+    """Return a module of kernels if they have the bits of torch operations. Else warn; None."""
     kernels = None
     try:
         kernels = importlib.import_module(name)
         are_equal = agree(kernels, device)
         problem: object = "other bits than torch"
     except Exception as error:
-        # Triton or a compiler may be absent, or too old for the GPU; nothing native may be built.
+        # Triton or a compiler may be absent, or too old for the GPU. Native kernels may be absent.
         are_equal, problem = False, error
     if not are_equal:
         _problems[str(device), name] = str(problem).strip().partition("\n")[0]
@@ -430,7 +430,7 @@ def _agree(kernels: Any, device: torch.device) -> bool:
     random = torch.Generator(device).manual_seed(0)
     numbers = torch.randn((5, 4099), generator=random, device=device, dtype=torch.float32)
     for row, size in zip(numbers, (1e-40, 1e-40, 1.0, 1e-40, 1e-20), strict=True):
-        row[::11] *= size  # Compilers may take subnormal numbers for zeros.
+        row[::11] *= size  # Compilers may flush subnormal numbers to zero.
     grad, buffer, update = numbers[0].bfloat16(), numbers[1].bfloat16(), numbers[2].bfloat16()
     found = []
     for rules in (kernels, plain):

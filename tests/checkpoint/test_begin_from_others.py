@@ -159,7 +159,7 @@ def test_an_optimizer_is_found_whatever_its_key(place: Any, flat: bool, tmp_path
 @pytest.mark.parametrize(
     ("place", "match"),
     [
-        (lambda states: {"a": states, "b": states}, r"several of a kind, \['a', 'b'\]"),
+        (lambda states: {"a": states, "b": states}, r"several optimizers, \['a', 'b'\]"),
         (
             lambda states: {"optim": states["state"]},
             r"'optim\.0\..*exp_avg.*outside of a state dict",

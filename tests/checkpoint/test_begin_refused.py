@@ -282,7 +282,7 @@ def test_hyperparameters_of_any_size(tmp_path: Path) -> None:
     reference = Reference().train(1)
     reference.optimizers[0].param_groups[0]["table"] = torch.zeros(2**24 + 1)
     save_with_dcp(reference, tmp_path / "stock", flat=False, prefix=True)
-    assert_refused(tmp_path, r"'optimizer\.param_groups\.0\.table' has 64\.0 MiB, where a small")
+    assert_refused(tmp_path, r"'optimizer\.param_groups\.0\.table' has 64\.0 MiB, but a small")
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])

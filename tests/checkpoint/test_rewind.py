@@ -302,14 +302,14 @@ def test_a_checkpoint_of_abandoned_steps_is_replaced(tmp_path: Path) -> None:
         toy.store.checkpoint(folder / f"step-{step}")
     toy.store.restore(folder / "step-2", rewind=True)
     before = {step: digests(folder / f"step-{step}") for step in (1, 2, 4)}
-    with pytest.raises(tierstore.CheckpointError, match="is there already"):
+    with pytest.raises(tierstore.CheckpointError, match="already exists"):
         toy.store.checkpoint(folder / "step-2")  # Which the run has just gone back to.
     toy.step()
     toy.store.checkpoint(folder / "step-3")
     toy.step()
     (folder / "step-4" / "notes").write_text("of the user")
     for name in ("step-1", "step-2", "step-4"):  # Not abandoned, or with a file of somebody else.
-        with pytest.raises(tierstore.CheckpointError, match="is there already"):
+        with pytest.raises(tierstore.CheckpointError, match="already exists"):
             toy.store.checkpoint(folder / name)
     (folder / "step-4" / "notes").unlink()
     assert before == {step: digests(folder / f"step-{step}") for step in (1, 2, 4)}

@@ -305,7 +305,7 @@ def test_a_mark_that_cannot_be_written_leaves_the_run_alone(
         publish_steps(toy, folder, "c", keep_last=1)
         toy.store.close()
     assert names_in(folder) == ["a", "c"]
-    assert "folder/b is whole and cannot be marked" in caplog.text
+    assert "folder/b is whole but cannot be marked" in caplog.text
 
 
 def moved(path: Path) -> None:
@@ -425,7 +425,7 @@ def test_damage_in_a_file_that_the_run_does_not_have_leaves_the_run_alone(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with damaged_before_it_is_read(tmp_path, name, one_bit) as (toy, folder):
-        assert f"the checkpoint {folder}/b is damaged, and the run is not" in caplog.text
+        assert f"the checkpoint {folder}/b is damaged, but the run is not" in caplog.text
         assert f"{folder}/b/{name}" in caplog.text
         publish_steps(toy, folder, "c", keep_last=1)
         toy.store.close()
@@ -479,7 +479,7 @@ def test_damage_in_a_page_that_the_run_has_written_anew_leaves_the_run_alone(
         one_bit(pages_of(folder / "a")[0])
         stepped.set()
         verified(toy.store)
-        assert f"the checkpoint {folder}/a is damaged, and the run is not" in caplog.text
+        assert f"the checkpoint {folder}/a is damaged, but the run is not" in caplog.text
         publish_steps(toy, folder, "b")
         toy.store.close()
     assert marked_ones(folder) == whole_ones(folder) == {"b"}
@@ -676,7 +676,7 @@ def test_a_copy_on_another_filesystem_is_read(
     toy = Toy(tmp_path / "run")
     publish_steps(toy, folder, "a", "b")
     toy.store.close()
-    assert f"the checkpoint {folder}/b is damaged, and the run is not" in caplog.text
+    assert f"the checkpoint {folder}/b is damaged, but the run is not" in caplog.text
     assert f"{folder}/b/rank-00000.page-000001: the " in caplog.text
     assert marked_ones(folder) == whole_ones(folder) == {"a"}
 

@@ -93,8 +93,8 @@ def test_a_rank_may_have_no_gradient(pool: RankPool) -> None:
 def test_a_gradient_with_other_rows_than_the_parameter_is_refused(pool: RankPool) -> None:
     for rank, (raised, step) in enumerate(pool.run(2, f"{GRADIENTS}:cut_elsewhere")):
         assert raised == (
-            "ValueError: the local tensor of the gradient of 'matrix' has shape "
-            f"[{4 - 2 * rank}, 4] on this rank, that of the parameter [3, 4]: cut both alike"
+            "ValueError: on this rank, the local tensor of the gradient of 'matrix' has shape "
+            f"[{4 - 2 * rank}, 4] and the local parameter [3, 4]: shard both alike"
         )
         assert step == 0
 
@@ -104,7 +104,7 @@ def test_a_gradient_that_is_missing_on_one_rank_is_refused_on_request(
     pool: RankPool, layout: str
 ) -> None:
     for raised, step in pool.run(4, f"{GRADIENTS}:missing_on_one", layout, "raise"):
-        assert raised.startswith("ValueError: rank 1 has no gradient of 'third', and other ranks")
+        assert raised.startswith("ValueError: rank 1 has no gradient of 'third', but other ranks")
         assert step == 0
     for found in pool.run(4, f"{GRADIENTS}:missing_on_one", layout, "zeros"):
         assert found == ("", 1)

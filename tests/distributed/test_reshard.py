@@ -94,7 +94,7 @@ def test_held_in_another_way_by_as_many_ranks(root: Path, pool: RankPool, tmp_pa
     job = job_of(tmp_path, "columns", store=RESUMED)
     for kind, text in pool.run(3, "tests.rank_programs.checkpoints:fail_to_restore", job):
         assert kind == "RunMismatchError"
-        assert "ranks held or owned the parameters in another way" in text
+        assert "ranks held or owned the parameters in a different way" in text
     publish_run(run, tmp_path / "out")
     job = job_of(tmp_path / "new", "columns", begin_from=tmp_path / "out")
     assert pool.run(3, WORK, job) == [(3, repr(EXTRA))] * 3

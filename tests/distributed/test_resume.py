@@ -96,6 +96,6 @@ def test_a_state_that_one_rank_does_not_want_is_refused_on_all(
 ) -> None:
     work = "tests.rank_programs.resuming:want_less_on_rank_1"
     first, second = pool.run(2, work, tmp_path / "run")
-    text = "step 1 was committed with 'random', which nothing takes back"
+    text = "step 1 was committed with 'random', but no object of that name is registered"
     assert (first[0].startswith(f"PeerFailed: rank 1 failed: {text}"), first[1]) == (True, True)
     assert (second[0].startswith(f"ValueError: {text}"), second[1]) == (True, True)

@@ -90,7 +90,8 @@ def test_states_of_other_rows_are_refused(pool: RankPool) -> None:
         rows = 5 - 2 * rank
         assert text == (
             "ValueError: the local tensor of state 'momentum_buffer' of 'matrix' has shape "
-            f"[{rows}, 3] on this rank, expected [4, 3]: give all of it, or cut it as the parameter"
+            f"[{rows}, 3] on this rank, expected [4, 3]: pass the whole state, or shard it like "
+            "the parameter"
         )
         assert not values.any()
 

@@ -132,14 +132,14 @@ def test_the_store_decides_where_training_continues(tmp_path: Path) -> None:
     loop = Loop(tierstore.TierStore(tmp_path, resume=True))
     raised = attempt(lambda: loop.checkpointer.load(step=1))
     assert raised.startswith(
-        "ValueError: step 1 is not where the store continues, which is its step 2"
+        "ValueError: step 1 conflicts with the store, which continues from its step 2"
     )
     assert loop.checkpointer.load(step=2)
     assert loop.optimizers.state_dict() == {"tierstore_step": 2}
     loop.optimizers.load_state_dict({"tierstore_step": 2})
     for other in ({"tierstore_step": 1}, {"state.weight.momentum_buffer": torch.ones(1)}):
         with pytest.raises(
-            ValueError, match="is not where the store continues, which is its step 2"
+            ValueError, match="conflicts with the store, which continues from its step 2"
         ):
             loop.optimizers.load_state_dict(other)
     loop.checkpointer.close()

@@ -387,7 +387,7 @@ def test_uneven_parts_follow_each_other(data: st.DataObject) -> None:
 
 
 def test_parts_that_are_not_the_whole_are_refused() -> None:
-    with pytest.raises(ValueError, match="have 11 elements together, and it has 12"):
+    with pytest.raises(ValueError, match="have 11 elements together, but it has 12"):
         with_bounds(rows_on(2), (12, 3), [(5, 3), (6, 3)])
     copies = Sharding(mesh_shape=(2, 1), placements=(None, Sharded(dim=0)))
     with pytest.raises(ValueError, match=r"index 0 of dimension 1 .* have \[4, 5\] elements"):
@@ -408,5 +408,5 @@ def test_a_dimension_with_another_order_of_cuts_is_not_cut_unevenly(
 
 
 def test_a_local_tensor_of_other_dimensions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \[12, 3\] have other dimensions"):
+    with pytest.raises(ValueError, match=r"the dimensions of the shape \[12, 3\]"):
         with_bounds(rows_on(2), (12, 3), [(5, 3), (21,)])

@@ -144,8 +144,8 @@ def test_killed_between_whole_steps(deaths: tuple[int, ...], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"block_period": None}, "with block_grid needs block_period, too: blocks have"),
-        ({"block_grid": None}, "with block_lr_ratio needs block_grid, too"),
+        ({"block_period": None}, "with block_grid also needs block_period: blocks have"),
+        ({"block_grid": None}, "with block_lr_ratio also needs block_grid"),
         ({"block_grid": (2.0, 1)}, "block_grid must be two whole numbers above 0"),
         ({"block_grid": (0, 1)}, "block_grid must be two whole numbers above 0"),
         ({"block_period": 0}, "block_period must be a whole number above 0, got 0"),

@@ -150,7 +150,7 @@ REFUSED = [
     (exchange, PARAMETERS),
     (split, PARAMETERS),
     (reverse, "param group 0 .* in another order"),
-    (rename, r"param group 0 has param_names=\['another', 'second'\], which was another"),
+    (rename, r"param group 0 has param_names=\['another', 'second'\], but had another"),
     (delete_last_group, f"param group 1 {PLACE}"),
     (reverse_groups, f"param group 0 {PLACE}"),
     (copy_group, f"param group 1 {PLACE}"),
@@ -158,9 +158,9 @@ REFUSED = [
     (clear, f"param group 0 {PLACE}"),
     (repeat, r"param group 2 was not added by add_param_group\(\)"),
     (append_vector, "param group 2 was not added"),
-    (change_algorithm, "param group 1 has algorithm='muon', which was another"),
-    (remove_algorithm, "param group 1 has algorithm=None, which was another"),
-    (change_form, "param group 1 has moments_dtype=torch.bfloat16, which was another"),
+    (change_algorithm, "param group 1 has algorithm='muon', but had another"),
+    (remove_algorithm, "param group 1 has algorithm=None, but had another"),
+    (change_form, "param group 1 has moments_dtype=torch.bfloat16, but had another"),
 ]
 
 
@@ -208,7 +208,7 @@ def test_an_edit_within_a_list_of_matrices_is_refused() -> None:
     weight.grad = torch.ones(4, 8)
     optimizer.step()
     optimizer.param_groups[0]["matrices"][0] = ("blocks", 0, 2)
-    with pytest.raises(ValueError, match=r"param group 0 has matrices=.*, which was another"):
+    with pytest.raises(ValueError, match=r"param group 0 has matrices=.*, but had another"):
         optimizer.step()
 
 

@@ -161,7 +161,7 @@ def test_a_function_that_gives_another_tensor_each_time_is_refused(steps_with: s
 
     optimizer = muon.Muon([("weight", param)], ns_dtype=torch.float32, gradient=give)
     param.main_grad = torch.ones(SHAPE)
-    with pytest.raises(ValueError, match="gradient of 'weight' gives another tensor each time"):
+    with pytest.raises(ValueError, match="gradient of 'weight' returns another tensor each time"):
         optimizer.step()
 
 

@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused() -> None:
     train(parameters, optimizer, range(1))
     optimizer.param_groups[0]["master"] = None
     with pytest.raises(
-        ValueError, match=r"has master=None, which was another value when the group was added"
+        ValueError, match=r"has master=None, but had another value when the group was added"
     ):
         optimizer.step()
 

@@ -338,7 +338,7 @@ def test_matrices_with_names_of_tables_are_reported(caplog: pytest.LogCaptureFix
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("muon", logging.WARNING)
     assert record.getMessage() == (
-        "matrices whose own name is not that of a weight, routed to AdamW: 2, 42% of elements; "
+        "matrices whose own name is not the name of a weight, routed to AdamW: 2, 42% of elements; "
         "the first is 'first.matrix' of shape (8, 8)"
     )
     caplog.clear()

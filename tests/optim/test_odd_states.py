@@ -170,20 +170,20 @@ def _view(optimizer: Any, state: Any, p: Any, number: int) -> None:
 @pytest.mark.parametrize(
     ("keeps", "message"),
     [
-        (_exchanged, "keeps 'b' in the memory of a: pages have each"),
-        (_view, "keeps 'one' in the memory of both: pages have each"),
+        (_exchanged, "keeps 'b' in the memory of a: pages store each"),
+        (_view, "keeps 'one' in the memory of both: pages store each"),
         (lambda o, s, p, n: s.update(anchor=p), "keeps 'anchor' in the memory of the parameter"),
-        (lambda o, s, p, n: o.state["all"].update(k=n), r"keeps \['all'\] beside the states"),
-        (lambda o, s, p, n: o.count.add_(1), "keeps tensors or counts in attributes of its own"),
-        (lambda o, s, p, n: o.kept.update({p: n}), "keeps tensors or counts in attributes"),
-        (lambda o, s, p, n: s.update(master=1.0), "a state 'master', a name that pages use"),
+        (lambda o, s, p, n: o.state["all"].update(k=n), r"keeps \['all'\] outside of the states"),
+        (lambda o, s, p, n: o.count.add_(1), "keeps tensors or counts in its attributes"),
+        (lambda o, s, p, n: o.kept.update({p: n}), "keeps tensors or counts in its attributes"),
+        (lambda o, s, p, n: s.update(master=1.0), "a state 'master', but pages use this name"),
         (lambda o, s, p, n: s.update({"a.b": 1.0}), r"of the parts \['a.b'\]: pages have dicts"),
         (lambda o, s, p, n: s.update(of={"0": p + 1}), "a state 'of' of dict: pages have tensors"),
         (lambda o, s, p, n: s.update(of={0: p + 1}), "a state 'of' of dict: pages have tensors"),
         (lambda o, s, p, n: s.update(of=(p + 1, p + 2)), "a state 'of' of tuple: pages have"),
         (lambda o, s, p, n: s.update(of=[p + 1, 1.0]), "keeps a number in a list, 'of.1'"),
         (lambda o, s, p, n: s.update(of=p.numel()), "by numbers of their gradients or shapes"),
-        (lambda o, s, p, n: s.update(of=2**60 + 1), "that a float does not have exactly"),
+        (lambda o, s, p, n: s.update(of=2**60 + 1), "that a float cannot represent exactly"),
     ],
 )
 def test_what_cannot_be_is_refused(keeps: Any, message: str) -> None:

@@ -120,7 +120,7 @@ def test_ranks_step_whole_parameters_and_no_parts_of_them(
         pool.run(2, "tests.rank_programs.classes:step_whole")
         found = pool.run(2, "tests.rank_programs.classes:make_of_shards")
     for refused, accepted in found:
-        assert refused.startswith("_Own sees whole parameters, and a rank has a part of 'w': use")
+        assert refused.startswith("_Own sees whole parameters, but a rank has a part of 'w': use")
         assert accepted == ""
 
 
@@ -224,7 +224,7 @@ def test_groups_and_closures_equal_torch() -> None:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (torch.optim.Adam, r"is not of AdamW: decoupled_weight_decay is False, and not True"),
+        (torch.optim.Adam, r"is not of AdamW: decoupled_weight_decay is False, not True"),
         (torch.optim.RAdam, "is not of AdamW: it has no 'amsgrad'"),
         (torch.optim.NAdam, "is not of AdamW, which has no 'momentum_decay'"),
     ],
@@ -312,7 +312,7 @@ def test_fused_kernels_step_tensors_in_another_order_of_memory() -> None:
 def test_an_error_of_the_class_says_where_it_was() -> None:
     with pytest.raises(NoClosureError) as raised:
         tierstore.Paged([("w", nn.Parameter(torch.ones(4, 4)))], AliG)
-    assert raised.value.__notes__ == ["in steps of small tensors, which tell what AliG keeps"]
+    assert raised.value.__notes__ == ["in trial steps of small tensors to find what AliG keeps"]
 
 
 class Exchanging(torch.optim.SGD):
@@ -414,7 +414,7 @@ class Late(Counting):
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (CountingItself, "CountingItself keeps tensors or counts in attributes of its own beside"),
+        (CountingItself, "CountingItself keeps tensors or counts in its attributes outside"),
         (Late, "Late creates states, or changes their shapes, after the first step"),
     ],
 )
@@ -495,7 +495,7 @@ def test_a_state_dict_of_other_options_is_refused_or_keeps_ours() -> None:
     paged.load_state_dict(saved(fused=True, lr=0.5))
     assert paged.param_groups[0]["fused"] is None
     assert paged.param_groups[0]["lr"] == 0.5
-    with pytest.raises(ValueError, match=r"keep the states .*max_exp_avg_sq.*, and pages hold"):
+    with pytest.raises(ValueError, match=r"keep the states .*max_exp_avg_sq.*, but pages hold"):
         paged.load_state_dict(saved(amsgrad=True, lr=0.1))
     assert paged.param_groups[0]["lr"] == 0.5
     parameter.grad = torch.ones(4, 4)
@@ -513,7 +513,7 @@ def test_a_group_may_have_no_parameters() -> None:
 
 def test_a_whole_parameter_of_several_records_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(()).expand(1 << 15, 1 << 14))
-    with pytest.raises(ValueError, match=r"takes more than one record of pages, and Muon sees"):
+    with pytest.raises(ValueError, match=r"takes more than one record of a page, but Muon sees"):
         tierstore.Paged([parameter], torch.optim.Muon)
     tierstore.Paged([parameter], torch.optim.AdamW)
 

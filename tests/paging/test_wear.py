@@ -95,8 +95,8 @@ def test_smart_and_what_the_run_writes_add_up(
     assert said(log, "rated life") == [
         (
             "INFO",
-            f"{tmp_path}/run: 51.2% of the rated life of nvme0n1 is used: 1,000.0 TB may be "
-            "written, and 512.0 TB were",
+            f"{tmp_path}/run: 51.2% of the rated life of nvme0n1 is used: 512.0 TB of "
+            "1,000.0 TB are written",
         )
     ]
     toy = opened(tmp_path, endurance=BEFORE + 10**9, overwrite=True)
@@ -131,7 +131,7 @@ def test_without_smart_drives_count_as_new(
         toy.store.close()
         ((level, text),) = said(log, "unknown")
         assert level == "WARNING"
-        assert "nvme0n1, nvme1n1 before is unknown (smartctl is not installed)" in text
+        assert "writes to nvme0n1, nvme1n1 are unknown (smartctl is not installed)" in text
         assert "as if the drive was new" in text
 
 
@@ -258,7 +258,7 @@ def test_ranks_of_a_node_count_together(tmp_path: Path, log: pytest.LogCaptureFi
     outcomes = ThreadJob(2).run(run)
     for nbytes, used in outcomes:
         assert used == 2 * nbytes / DRIVES / LIFE
-    assert len(said(log, "is unknown")) == 1
+    assert len(said(log, "are unknown")) == 1
 
 
 def test_ranks_must_agree(tmp_path: Path) -> None:

@@ -186,7 +186,9 @@ def test_saved_and_begun_from_there(tmp_path: Path) -> None:
     # The store decides where a run continues.
     with tierstore.TierStore(tmp_path / "new", resume=True) as store:
         resumed = Loop(store)
-        with pytest.raises(ValueError, match=r"saved'\) is not where the store continues.* 6"):
+        with pytest.raises(
+            ValueError, match=r"saved'\) conflicts with the store, which continues.* 6"
+        ):
             resumed.accelerator.load_state(str(tmp_path / "saved"))
         assert_equal(resumed.result(), whole.result())
 

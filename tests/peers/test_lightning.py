@@ -235,7 +235,7 @@ def test_states_of_callbacks_and_their_files(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "ckpt_path": (ValueError, "is not where the store continues, which is its step 0"),
+    "ckpt_path": (ValueError, "conflicts with the store, which continues from its step 0"),
     "other optimizer": (TypeError, r"returns \['AdamW'\]: Commit takes one optimizer"),
     "two loaders": (ValueError, "train with one DataLoader"),
     "stateful loader": (ValueError, r"use a DataLoader without load_state_dict\(\)"),

@@ -176,7 +176,7 @@ def test_settings_without_an_effect_are_refused(setting: str, tmp_path: Path) ->
 def test_a_trainer_begins_nowhere_else_than_the_store(commit_every: int, tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path / "run", commit_every=commit_every) as store:
         trainer = trainer_of(tmp_path, store)
-        with pytest.raises(ValueError, match=r"'elsewhere' is not where the store continues, .* 0"):
+        with pytest.raises(ValueError, match=r"'elsewhere' conflicts with the store, .* 0"):
             trainer.train(resume_from_checkpoint="elsewhere")
         trainer.train(resume_from_checkpoint=True)
         assert trainer.state.global_step == store.step == 3

@@ -39,8 +39,8 @@ def test_a_mesh_without_some_of_the_ranks(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("parts that overlap", "have 7 elements together, and it has 6"),
-        ("parts that leave rows out", "have 5 elements together, and it has 6"),
+        ("parts that overlap", "have 7 elements together, but it has 6"),
+        ("parts that leave rows out", "have 5 elements together, but it has 6"),
     ],
 )
 def test_parts_that_are_not_the_whole(pool: RankPool, kind: str, message: str) -> None:

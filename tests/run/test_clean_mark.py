@@ -101,7 +101,7 @@ def test_a_mark_that_cannot_be_read_is_as_none(
     storage.arm(Fault("error", "get", name="clean", call=1, errno=errno.EIO))
     toy = Toy(storage, resume=True)
     assert toy.store.restore() == 3
-    assert "the last end of the run is taken for one that was not clean" in caplog.text
+    assert "the last end of the run is treated as not clean" in caplog.text
     toy.store.close()
     resumed(tmp_path, 3).store.close()
 

@@ -157,7 +157,7 @@ def test_a_layout_with_records_elsewhere_is_corrupt(tmp_path: Path) -> None:
     make_run(tmp_path)
     reseal_layout(tmp_path / RANK / "commit-0000000003", lambda body: body.update(offsets="0" * 32))
     (fault,) = verify(tmp_path).faults
-    assert "in other places" in fault.what
+    assert "at other places" in fault.what
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_a_commit_with_another_number_of_pages_is_corrupt(
     make_run(tmp_path)
     reseal(tmp_path / RANK / "commit-0000000003", "commit", change)
     toy = Toy(tmp_path, resume=True)
-    with pytest.raises(tierstore.CorruptionError, match="pages, and its layout has 2"):
+    with pytest.raises(tierstore.CorruptionError, match="pages, but its layout has 2"):
         toy.store.restore()
     toy.store.close()

@@ -38,7 +38,7 @@ def test_killed_while_the_only_copy_was_overwritten(
     calls: list[str], overwritten: int, commit_every: int | None, tmp_path: Path
 ) -> None:
     train_and_die(tmp_path, calls, commit_every=None)
-    expected = f"overwriting step {overwritten}: its pages are of mixed steps"
+    expected = f"overwriting step {overwritten}: its pages come from different steps"
     for _ in range(2):
         with (
             unchanged(tmp_path),

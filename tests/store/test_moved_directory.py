@@ -152,9 +152,9 @@ def test_the_steps_of_a_removed_directory_are_gone(tmp_path: Path) -> None:
     toy = trained(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     commit_with(toy.store, 1)
-    with pytest.raises(RunDirectoryError, match="It was removed, and its steps with it") as caught:
+    with pytest.raises(RunDirectoryError, match="It was removed together with its steps") as caught:
         toy.store.synchronize()
-    assert "move it back" not in str(caught.value)
+    assert "move the directory back" not in str(caught.value)
     closed(toy)
 
 

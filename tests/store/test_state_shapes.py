@@ -206,11 +206,11 @@ def test_several_records(record_bytes: int | None) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shapes": {"s": (3, 3)}, "elementwise": True}, "it must stay whole, on one rank"),
-        ({"shapes": {"s": (3, 3)}, "unit": 1}, "it must stay whole, on one rank"),
-        ({"shapes": {"s": (3, 3)}, "partition": "flat"}, "it must stay whole, on one rank"),
+        ({"shapes": {"s": (3, 3)}, "elementwise": True}, "it must stay whole on one rank"),
+        ({"shapes": {"s": (3, 3)}, "unit": 1}, "it must stay whole on one rank"),
+        ({"shapes": {"s": (3, 3)}, "partition": "flat"}, "it must stay whole on one rank"),
         ({"shapes": {"s": (0,)}}, "has a state 's' of shape \\[0\\], which has no elements"),
-        ({"shapes": {"t": (3, 3)}}, "has no state 't', and a shape for it"),
+        ({"shapes": {"t": (3, 3)}}, "has a shape for 't', but no such state"),
         ({"shapes": {"s": (3, -1)}}, "for the shape of 's', must be sizes"),
         ({"shapes": {"s": (1,) * 17}}, "has 17 dimensions in 's', of at most 16"),
         ({"empty": {"t": "tuple"}}, "for the empty part 't'; it can be: none, list, dict"),
@@ -233,7 +233,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 def test_a_parameter_without_elements_has_no_other_states() -> None:
     tensor = torch.nn.Parameter(torch.ones(0, 6))
-    with pytest.raises(ValueError, match=r"has no elements, and so no page for 's' of shape"):
+    with pytest.raises(ValueError, match=r"has no elements, and therefore no page for 's'"):
         tierstore.pages.PagedParameter(
             name="w", tensor=tensor, states={"s": torch.float32}, shapes={"s": (6, 6)}
         )

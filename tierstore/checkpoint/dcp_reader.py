@@ -1,4 +1,4 @@
-"""Reading of the entries of a checked DCP checkpoint: parts of tensors, other values, paths."""
+"""Reader of the entries of a checked DCP checkpoint: parts of tensors, other values, paths."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tierstore.storage.paths import storage_errors
 from tierstore.units import format_bytes
 
 EntryPath = tuple[str | int, ...]
-"""The keys and indices of a value in the nested state dict that was saved."""
+"""The keys and indices that lead to a value in the saved, nested state dict."""
 
 Part = tuple[ReadItem, torch.Tensor]
 """A part of a stored chunk, and the tensor to fill with it."""
 
 
 class _Rows:
-    """The chunks of one tensor by the rows that they have.
+    """The chunks of one tensor, indexed by their rows.
 
     Args:
         chunks: of the tensor.
@@ -56,7 +56,7 @@ class _Rows:
         self._rows = sorted(by_rows.items())
 
     def overlapping(self, chunk: Chunk) -> list[int]:
-        """Return the numbers of the chunks that have rows of another chunk."""
+        """Return the numbers of the chunks that share rows with ``chunk``."""
         start, size = (chunk.offsets[0], chunk.sizes[0]) if chunk.sizes else (0, 1)
         count = bisect_left(self._rows, start + size, key=lambda rows: rows[0][0])
         return [
@@ -69,7 +69,7 @@ class StoredEntries:
 
     Args:
         path: the directory.
-        slices: the metadata, and the slices of files that it names, checked.
+        slices: the metadata and the slices of files that it names. They were checked.
     """
 
     def __init__(self, path: Path, slices: Slices) -> None:
@@ -89,7 +89,7 @@ class StoredEntries:
         return self._stored_keys.keys()
 
     def at(self, paths: Mapping[str, EntryPath]) -> StoredEntries:
-        """Return the same entries with other paths, and the keys of these.
+        """Return the same entries under new paths. The keys follow from the paths.
 
         Args:
             paths: key -> new path, for all keys.
@@ -101,7 +101,7 @@ class StoredEntries:
         return moved
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """Return the metadata of a tensor; None if the key is not that of a tensor."""
+        """Return the metadata of a tensor; None if the key does not name a tensor."""
         found = self._metadata.state_dict_metadata.get(self._stored_keys.get(key, ""))
         return found if isinstance(found, TensorStorageMetadata) else None
 
@@ -109,15 +109,15 @@ class StoredEntries:
         """Return the parts of a tensor to read for a chunk.
 
         Args:
-            key: of the tensor.
+            key: key of the tensor.
             chunk: the rectangle of the tensor.
-            target: of the shape of the chunk, and of any dtype; read() fills it.
+            target: a tensor with the shape of the chunk, of any dtype. read() fills it.
         """
         wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         key = self._stored_keys[key]
         stored = self._metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
-        # DCP compares each chunk, of which stacked layers and experts have tens of thousands.
+        # DCP compares each chunk. Stacked layers and experts have tens of thousands of chunks.
         numbers = self._rows(key).overlapping(chunk)
         near = dataclasses.replace(stored, chunks=[stored.chunks[number] for number in numbers])
         parts = []
@@ -138,9 +138,9 @@ class StoredEntries:
     def read(self, parts: Sequence[Part]) -> None:
         """Read parts of stored chunks.
 
-        Only these parts are read, in pieces of at most PIECE_BYTES, if the elements are in the file
-        as in memory, in any order of dimensions; else, as with a compressed chunk, DCP reads whole
-        stored chunks, for one thread at a time.
+        If the elements are in the file as in memory, in any order of dimensions, only these parts
+        are read, in pieces of at most PIECE_BYTES. Otherwise, for example if a chunk is compressed,
+        DCP reads whole stored chunks, for one thread at a time.
 
         Args:
             parts: from parts().
@@ -159,7 +159,7 @@ class StoredEntries:
                 others += [part for part in file_parts if not self._read_part(file, *part)]
         if others:
             targets = {id(item): target for item, target in others}
-            # DCP asks the planner for the target of an item, and tells it when that is filled.
+            # DCP asks the planner for the target of an item, and reports when the target is filled.
             planner: Any = SimpleNamespace(
                 resolve_tensor=lambda item: targets[id(item)],
                 commit_tensor=lambda item, tensor: None,
@@ -169,7 +169,7 @@ class StoredEntries:
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[File]:
-        """Open a file of the checkpoint, and name it in errors of the block."""
+        """Open a file of the checkpoint. Errors of the block name the file."""
         try:
             with storage_errors("read", self.path / name), self._slices.reader.open(name) as file:
                 yield file
@@ -177,7 +177,7 @@ class StoredEntries:
             raise CorruptionError(f"{self.path}/{name}: {error}") from error
 
     def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
-        """Read a part of a stored chunk; return False if its elements are in another form."""
+        """Read a part of a stored chunk. Return False if the file has its elements transformed."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         assert item.storage_index.index is not None
@@ -202,8 +202,8 @@ class StoredEntries:
         """Return a whole tensor, or another value, of at most tagged_json.LIMIT_BYTES.
 
         Raises:
-            CheckpointError: the key is absent, the value is larger, or is of a class that only a
-                full unpickling could make.
+            CheckpointError: the key is absent, the value is larger, or only a full unpickling
+                could make its class.
             CorruptionError: its file has changed since it was checked.
             StorageError: its file cannot be read.
         """
@@ -218,7 +218,7 @@ class StoredEntries:
         data = self.raw(key)
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
-        except Exception as error:  # A pickle of unknown classes can make torch raise anything.
+        except Exception as error:  # For a pickle of unknown classes torch may raise any error.
             raise CheckpointError(
                 f"{self.path}: {key!r} is of a class that torch.load(weights_only=True) does not "
                 "make: save it as plain numbers, text, lists or tensors (of a numpy scalar, its "
@@ -226,7 +226,7 @@ class StoredEntries:
             ) from error
 
     def raw(self, key: str) -> bytes:
-        """Return the bytes of a value that is no tensor; errors as in value()."""
+        """Return the bytes of a value that is not a tensor; errors as in value()."""
         info = self._metadata.storage_data[MetadataIndex(self._stored_keys[key])]
         self._check_size(key, info.length)
         with self._open(info.relative_path) as file:
@@ -238,7 +238,7 @@ class StoredEntries:
         """Return the path of a value in the state dict; ``(key,)`` if ``.metadata`` has none.
 
         Raises:
-            CheckpointError: the path is not that of the key.
+            CheckpointError: the path belongs to another key.
         """
         if key in self._paths:
             return self._paths[key]
@@ -258,7 +258,7 @@ class StoredEntries:
     def _check_size(self, key: str, nbytes: int) -> None:
         if nbytes > tagged_json.LIMIT_BYTES:
             raise CheckpointError(
-                f"{self.path}: {key!r} has {format_bytes(nbytes)}, where a small value is expected"
+                f"{self.path}: {key!r} has {format_bytes(nbytes)}, but a small value is expected"
             )
 
 
@@ -274,10 +274,10 @@ def read_box(
     offsets: Sequence[int],
     target: torch.Tensor,
 ) -> None:
-    """Fill a tensor with a box of a larger tensor, stored in a file in row-major order.
+    """Fill a tensor with a box of a larger tensor that a file stores in row-major order.
 
-    Whole rows of the stored tensor are read, unless a row is longer than PIECE_BYTES; into the
-    target itself where its bytes are those in the file.
+    Reads whole rows of the stored tensor, unless a row is longer than PIECE_BYTES. Reads directly
+    into the target where target and file have the same bytes.
 
     Args:
         read_into: fills a buffer with the bytes of the file from an offset on.
@@ -285,7 +285,7 @@ def read_box(
         dtype: dtype of the stored tensor.
         sizes: shape of the stored tensor.
         offsets: where in the stored tensor the box begins.
-        target: of the shape of the box, and of any dtype.
+        target: a tensor with the shape of the box, of any dtype.
     """
     if not target.numel():
         return
@@ -314,9 +314,9 @@ def read_box(
 
 
 def mapped_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of one dimension, of at least one element, in a mapping of its own.
+    """Return a tensor of one dimension and at least one element, in a separate mapping.
 
-    It goes back to the system at once, while malloc keeps what threads free.
+    Its memory returns to the system when it is freed. malloc keeps memory that threads free.
     """
     buffer = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(buffer, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Writing of ``.metadata``, which tells DCP the file and offset of every value of a checkpoint.
+"""Writer of ``.metadata``, where DCP finds the file and offset of every value of a checkpoint.
 
-The keys are those of ``torch.distributed.checkpoint.state_dict`` for a model and its optimizer,
-with hyperparameters both by group and by parameter.
+The keys are the same as in ``torch.distributed.checkpoint.state_dict`` for a model and its
+optimizer. Hyperparameters are stored both by group and by parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def checkpoint_metadata(
     model_prefix: str,
     append: Callable[[bytes], int],
 ) -> bytes:
-    """Return the content of ``.metadata``, after writing the values that are not paged.
+    """Write the values that are not paged; return the content of ``.metadata``.
 
     Args:
         commits: the commit of each rank, with its pages.
@@ -53,11 +53,11 @@ def checkpoint_metadata(
         append: adds bytes to the file UNPAGED_NAME and returns their offset.
 
     Raises:
-        CheckpointError: two values would have one key.
+        CheckpointError: two values have the same key.
     """
     catalog = Catalog(append, UNPAGED_NAME)
     first, _ = commits[0]  # All ranks have the same groups and values.
-    # A class may not begin with zeros: stock DCP is to name the keys that are missing.
+    # A class may not start from zeros: leave keys out, so that stock DCP reports them as missing.
     left_out = {
         spec.name
         for group in first.groups
@@ -97,7 +97,7 @@ def checkpoint_metadata(
 
 
 class Catalog:
-    """The keys of a checkpoint, and the extent of each in its file.
+    """The keys of a checkpoint, and the extent of each key in its file.
 
     Args:
         append: adds bytes to a file and returns their offset.
@@ -137,9 +137,9 @@ class Catalog:
         self.metadata.storage_data[index] = info
 
     def add_value(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
-        """Add a tensor or another value; a value with the ``same`` identity is written once.
+        """Add a tensor or another value. Values with the same identity are written once.
 
-        As in DCP, a dict or a list of tensors or dicts has a key for each item.
+        As in DCP, each item of a dict, or of a list of tensors or dicts, has a key.
         """
         leaves: list[tuple[Path, Any]] = []
         traverse_state_dict({"": value}, lambda inner, leaf: leaves.append((inner[1:], leaf)))
@@ -153,13 +153,13 @@ class Catalog:
         states: Iterable[str] = (),
         empty: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Add the state of a parameter besides its tensors, as torch.optim has it.
+        """Add the state of a parameter other than its tensors, in the form of torch.optim.
 
         Args:
-            name: of the parameter.
-            scalars: its numbers.
-            states: names of the tensors: a list without any is one value.
-            empty: name and kind of each part that has nothing.
+            name: name of the parameter.
+            scalars: the numbers of its state.
+            states: names of its tensors. A list without tensors is one value.
+            empty: name and kind of each empty part.
         """
         nothing = torch.empty(0, device="cpu")
         parts: list[tuple[Path, Any]] = [(state_path(state), nothing) for state in states]
@@ -167,7 +167,7 @@ class Catalog:
         parts += [
             (state_path(scalar), state_number(scalar, number))
             for scalar, number in scalars.items()
-            if scalar != STEPPED  # Which is not of an optimizer.
+            if scalar != STEPPED  # No optimizer has this scalar.
         ]
         leaves: list[tuple[Path, Any]] = []
         traverse_state_dict(nested(parts) if parts else {}, lambda *leaf: leaves.append(leaf))
@@ -200,12 +200,12 @@ class Catalog:
 
 
 def _identity(value: Any) -> Hashable:
-    """Return what is equal for equal numbers and parts of a state."""
+    """Return an identity that is equal for equal numbers and parts of a state."""
     return "state", type(value), float(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def state_paths(names: Sequence[str], state: str, model_prefix: str) -> list[Path]:
-    """Return the paths of a state: a master is in the model, under all names of the parameter."""
+    """Return the paths of a state. A master is in the model, under all names of the parameter."""
     if state == MASTER:
         return [model_path(model_prefix, name) for name in names]
     return [("optimizer", "state", names[0], *state_path(state))]
@@ -220,7 +220,7 @@ def model_path(model_prefix: str, name: str) -> Path:
 def _add_scalars(
     catalog: Catalog, commit: Commit, names: Names, model_prefix: str, left_out: Collection[str]
 ) -> None:
-    """Add the values outside of pages: step counts, and all states of an empty parameter."""
+    """Add the values that are not in pages: step counts, and all states of an empty parameter."""
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
         if math.prod(spec.shape) == 0:
@@ -242,7 +242,7 @@ def add_hyperparameters(
 
     Args:
         catalog: of the checkpoint.
-        groups: the names of the parameters of each group, and its hyperparameters.
+        groups: for each group, the names of its parameters, and its hyperparameters.
     """
     for number, (members, hyperparameters) in enumerate(groups):
         group = {**portable(hyperparameters), "param_names": list(members)}
@@ -250,7 +250,7 @@ def add_hyperparameters(
         catalog.add_value([params], list(members), ("names", number))
         for key, value in group.items():
             paths: list[Path] = [("optimizer", "param_groups", number, key)]
-            # The key of a parameter whose name is a number would be that of a group.
+            # A parameter whose name is a number would have the same key as a group.
             paths += [
                 ("optimizer", f"param_groups.{name}.{key}")
                 for name in members
@@ -260,7 +260,7 @@ def add_hyperparameters(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for torch.save, which writes the whole storage of a tensor."""
+    """Return a tensor without other elements in its storage: torch.save writes whole storages."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
@@ -272,11 +272,11 @@ _INT_BITS_MAX = 2000
 
 
 NUMBERS = ("step", "mu", "eta", "mu_product")
-"""Numbers of a parameter that torch.optim has as tensors of shape (), of any class."""
+"""Numbers of a parameter that classes of torch.optim hold as tensors of shape ()."""
 
 
 def state_number(name: str, number: float) -> torch.Tensor | float:
-    """Return a number in the state of a parameter: those of torch.optim are tensors.
+    """Return a number in the state of a parameter, as a tensor if torch.optim has it as a tensor.
 
     The tensor is float32, or float64 if float32 is not exact.
     """
@@ -288,10 +288,10 @@ def state_number(name: str, number: float) -> torch.Tensor | float:
 
 
 def portable(value: Any) -> Any:
-    """Return a value of tagged_json.decode() with types that torch.load(weights_only) reads.
+    """Convert a value of tagged_json.decode() to types that torch.load(weights_only) reads.
 
-    Numpy's scalars become Python's, its arrays of numbers tensors and others lists, times
-    text, and ints of more than 2000 bits hexadecimal text.
+    Numpy scalars become Python scalars. Numpy arrays of numbers become tensors, other arrays lists.
+    Times become text. Ints of more than 2000 bits become hexadecimal text.
     """
     if isinstance(value, dict):  # An OrderedDict or a Counter stays one.
         return type(value)({portable(key): portable(item) for key, item in value.items()})
@@ -316,7 +316,7 @@ def _tensor_or_list(array: np.ndarray[Any, Any]) -> Any:
         array = array.astype(str)
     if array.dtype.kind in "SU":
         return array.tolist()
-    # Torch has only one byte order, and no longer floats than these.
+    # Torch has only one byte order, and these are its longest floats.
     wider = {"f": np.float64, "c": np.complex128}.get(array.dtype.kind)
     if wider is not None and array.dtype.itemsize > np.dtype(wider).itemsize:
         array = array.astype(wider)

@@ -29,7 +29,7 @@ _REMOVE_TIMEOUT_S = 1.0
 
 
 class State(Enum):
-    """The state of the directory, which decides what a failure removes."""
+    """The state of the directory. It decides what a failure removes."""
 
     ABSENT = "this rank did not make the directory"
     TEMPORARY = "it has its temporary name"
@@ -40,22 +40,22 @@ class State(Enum):
 class CheckpointDirectory:
     """The directory of a checkpoint, as one rank sees it.
 
-    One rank makes it; other ranks that see it put files into it. The rank that made it goes
-    through the states::
+    One rank makes the directory. Other ranks that see it put files into it. On the rank that made
+    it, the states are::
 
         make()       ABSENT    -> TEMPORARY
         take_name()  TEMPORARY -> NAMED
         keep()       NAMED     -> KEPT        remove() does nothing from here on
-        withdraw()   KEPT      -> NAMED       another rank has not published its part
+        withdraw()   KEPT      -> NAMED       called if another rank did not publish its part
         remove()     TEMPORARY: removes it
                      NAMED: gives it the temporary name again, durably, then removes it
 
     Args:
-        folder: where it is made.
-        name: its final name.
+        folder: the directory above the checkpoint.
+        name: the final name.
         run_id: the run that is published.
-        token: 8 hexadecimal digits that distinguish this attempt, the same on all ranks.
-        age: epoch and step of what is published.
+        token: 8 hexadecimal digits that identify this attempt, the same on all ranks.
+        age: epoch and step that are published.
     """
 
     def __init__(
@@ -75,32 +75,32 @@ class CheckpointDirectory:
         return self._state is not State.ABSENT
 
     def make(self) -> None:
-        """Make it under its temporary name, after removing what earlier attempts left.
+        """Make the directory under its temporary name, after removing leftovers of attempts.
 
         Raises:
-            CheckpointError: the final name is taken, and not by a checkpoint of steps that the run
+            CheckpointError: the final name is taken, except by a checkpoint of steps that the run
                 has abandoned.
             StorageError: the disk refuses.
         """
         if is_taken(self.folder, self.name) and not self._replaces():
             raise CheckpointError(
-                f"{self.folder.location}/{self.name} is there already: name another "
-                "directory, or remove that one first"
+                f"{self.folder.location}/{self.name} already exists: name another directory, or "
+                "remove this one first"
             )
         remove_leftovers(self.folder, self._run_id)
         self.folder.make(self.child)
         self._state = State.TEMPORARY
 
     def is_visible(self) -> bool:
-        """Return whether this rank sees the directory, which any rank may have made."""
+        """Return whether this rank sees the directory. Any rank may have made it."""
         return self.made_here or self.child in self.folder.children()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file, durably but for its name."""
+        """Write a small file. Its data is durable, but not its name."""
         self.folder.put(self.child, name, data)
 
     def take_name(self, metadata: bytes) -> None:
-        """Write ``.metadata``, make all names in the directory durable, then the final name."""
+        """Write ``.metadata``, make names in the directory durable, then take the final name."""
         self.put(METADATA_NAME, metadata)
         self.folder.sync(self.child)
         doomed = None
@@ -123,16 +123,16 @@ class CheckpointDirectory:
         self._state = State.KEPT
 
     def withdraw(self) -> None:
-        """Let remove() remove a directory that was kept."""
+        """Allow remove() to remove a kept directory."""
         if self._state is State.KEPT:
             self._state = State.NAMED
 
     def marked_by_ranks(self) -> dict[str, set[int]]:
-        """Return the ranks that have verified each checkpoint of the run beside this one."""
+        """Return for each checkpoint of the run beside this one the ranks that verified it."""
         return marked_by_ranks(self.folder, self._run_id)
 
     def retain(self, keep_last: int | None, marked: Mapping[str, Collection[int]]) -> None:
-        """Remove the oldest checkpoints of the run beside this one; log what fails.
+        """Remove the oldest checkpoints of the run beside this one. Log failures.
 
         Args:
             keep_last: number of checkpoints to keep; None: all.
@@ -142,25 +142,25 @@ class CheckpointDirectory:
             return
         try:
             retain(self.folder, self._run_id, self.name, keep_last, marked)
-        except Exception as error:  # The new checkpoint is published nevertheless.
+        except Exception as error:  # The new checkpoint is published in any case.
             logger.warning("older checkpoints beside %s stay: %r", self.name, error)
 
     def remove(self) -> None:
         """Remove the directory if this rank made it and it is not kept.
 
-        An error is not raised: the user has to mend the error that ended publishing, and the
-        next checkpoint of the run removes the rest.
+        Raises no error: the user has to fix the error that ended publishing, and the next
+        checkpoint of the run removes the rest.
         """
         with contextlib.suppress(TierstoreError):
             if self._state is State.NAMED:
                 self.folder.rename(self.name, self.child)
-                self.folder.sync_children()  # Else a partly removed directory may keep the name.
+                self.folder.sync_children()  # Else the final name may name a partial checkpoint.
                 self._state = State.TEMPORARY
             if self._state is State.TEMPORARY:
                 self._remove_child()
 
     def _remove_child(self) -> None:
-        """Remove the files until the directory is empty: other ranks may still link into it."""
+        """Remove files until the directory is empty. Other ranks may still link files into it."""
         deadline = time.monotonic() + _REMOVE_TIMEOUT_S
         while True:
             try:

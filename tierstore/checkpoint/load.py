@@ -1,4 +1,4 @@
-"""Loading of pages from any checkpoint that DCP can load."""
+"""Loader of pages from any checkpoint that DCP can load."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class _Saved:
 
     encoding: str | None
     keys: Mapping[StoredTensor, str]
-    """The tensors of the state -> their keys."""
+    """Tensor of the state -> its key."""
 
     def empty(self, state: str, dtype: torch.dtype, chunk: Chunk) -> AnyState:
-        """Return memory for a chunk of the state as it is in the checkpoint."""
+        """Return memory for a chunk of the state, encoded as in the checkpoint."""
         if self.encoding is None:
             return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
         encoding = ENCODINGS[self.encoding]
@@ -64,10 +64,10 @@ class _Saved:
 
 
 class CheckpointSource:
-    """A checked checkpoint, from which the states of some parameters are read.
+    """A checked checkpoint as the source of the states of some parameters.
 
-    The keys of a parameter are ``model.<name>`` or ``<name>``, or the prefix with which
-    tierstore published it; the keys of its states are ``optimizer.state.<name>.<state>``.
+    The key of a parameter is ``model.<name>`` or ``<name>``, or begins with the prefix of a
+    checkpoint of tierstore. The keys of its states are ``optimizer.state.<name>.<state>``.
     Hyperparameters are found by parameter or by group. A checkpoint of weights alone gives states
     of zeros, the step 0 and no hyperparameters.
 
@@ -75,14 +75,14 @@ class CheckpointSource:
         path: the directory.
         groups: the param groups to load.
         scalars: parameter name -> the scalars to load, by name.
-        peers: the ranks that load it together; each rank checks a part, without a collective.
-        is_earlier: whether parameters may have got their first scalars after the checkpoint; these
-            are not loaded. Otherwise scalars that are missing are an error.
+        peers: the ranks that load it together. Each rank checks a part, without a collective.
+        is_earlier: whether parameters may have got their first scalars after the checkpoint. Such
+            scalars are not loaded. Otherwise a missing scalar is an error.
 
     Raises:
         CorruptionError: the checkpoint is damaged.
-        CheckpointError: it is not a checkpoint, or a required entry is missing; the message
-            names the first one.
+        CheckpointError: the directory is not a checkpoint, or a required entry is missing; the
+            message names the first.
         ValueError: the optimizer cannot use the hyperparameters of a group.
     """
 
@@ -111,13 +111,13 @@ class CheckpointSource:
         specs = [parameter.spec for group in groups for parameter in group.parameters]
         self._names = self._names_of([spec.name for spec in specs])
         self.left_out = sorted(self._trained() - {*self._names.values()})
-        """Names in the checkpoint of trained parameters that no group has."""
+        """Names in the checkpoint of trained parameters that are in no group."""
         self.never_stepped = [
             spec.name
             for spec in specs
             if not self.is_weights_alone and not values.was_stepped(self._names[spec.name])
         ]
-        """Names of parameters of the optimizer in the checkpoint that have no states there."""
+        """Names of parameters that an optimizer in the checkpoint has without states."""
         stateless = (
             {spec.name for spec in specs} if self.is_weights_alone else {*self.never_stepped}
         )
@@ -127,7 +127,7 @@ class CheckpointSource:
             for state, _ in ([(MASTER, None)] if spec.name in stateless else spec.all_states)
         }
         self.scalars = {
-            name: dict(wanted)  # Those of a new optimizer.
+            name: dict(wanted)  # As in a new optimizer.
             if name in stateless
             else {scalar: values.scalar(self._names[name], scalar) for scalar in wanted}
             for name, wanted in scalars.items()
@@ -173,7 +173,7 @@ class CheckpointSource:
         page.write_parameters()
 
     def _names_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return parameter name -> name in the checkpoint, without the names of wrappers."""
+        """Return parameter name -> name in the checkpoint. Names of wrappers are ignored."""
         for unwrap_parallel in (False, True):
             found = plain_names(names, unwrap_parallel=unwrap_parallel)
             first = next(iter(found.values()), "")
@@ -182,7 +182,7 @@ class CheckpointSource:
         return found
 
     def _trained(self) -> set[str]:
-        """Return the names of all parameters that the checkpoint has with a state."""
+        """Return the names of all parameters that have a state in the checkpoint."""
         prefix = "optimizer.state."
         of_states = [key for key in self._entries.keys if key.startswith(prefix)]
         names = {parameter_of(key, self._entries.path_of(key)) for key in of_states}
@@ -192,7 +192,7 @@ class CheckpointSource:
         return [f"{prefix}{name}" for prefix in self._model_prefixes]
 
     def _find(self, spec: ParameterSpec, state: str) -> _Saved:
-        """Find a state, which may be encoded otherwise than here."""
+        """Find a state. Its encoding may differ from the encoding here."""
         name = self._names[spec.name]
         for encoding in encodings_of(state):
             stored = ENCODINGS[encoding].stored(state)
@@ -211,7 +211,7 @@ class CheckpointSource:
         return _Saved(None, {tensor: key})
 
     def _key(self, spec: ParameterSpec, tensor: StoredTensor) -> str:
-        """Return the key of a tensor, after checking that the checkpoint has it in that shape."""
+        """Return the key of a tensor, after checking its shape in the checkpoint."""
         name, state = self._names[spec.name], tensor.name
         shape = tensor.chunk(Chunk((0,) * len(spec.shape), spec.shape)).sizes
         keys = [f"optimizer.state.{name}.{state}"]
@@ -223,8 +223,8 @@ class CheckpointSource:
                 continue
             if tuple(stored.size) != shape:
                 raise CheckpointError(
-                    f"{self._path} has {key!r} of shape {list(stored.size)}, here it is "
-                    f"{list(shape)}: build the model as it was"
+                    f"{self._path} has {key!r} of shape {list(stored.size)}, but here it is "
+                    f"{list(shape)}: build the model as it was saved"
                 )
             return key
         raise CheckpointError(
@@ -237,11 +237,11 @@ class CheckpointSource:
     def _hyperparameters(
         self, values: CommittedValues | StockValues, group: PagedGroup
     ) -> dict[str, Any]:
-        """Return the hyperparameters that the parameters of a group have in the checkpoint.
+        """Return the hyperparameters in the checkpoint of the parameters of a group.
 
         Raises:
-            CheckpointError: two of them have different ones, or they cannot be read.
-            ValueError: the optimizer cannot use them.
+            CheckpointError: hyperparameters differ between parameters, or cannot be read.
+            ValueError: the optimizer cannot use the hyperparameters.
         """
         first: tuple[str, dict[str, Any]] = ("", {})
         for parameter in group.parameters:
@@ -253,14 +253,14 @@ class CheckpointSource:
                 raise CheckpointError(
                     f"{self._path} has {key} {first[1].get(key)!r} for {first[0]!r} and "
                     f"{found.get(key)!r} for {name!r}, which are in one param group here: give "
-                    "the optimizer param groups that are cut as in the checkpoint"
+                    "the optimizer the same param groups as in the checkpoint"
                 )
         if self.is_weights_alone:
             return {}
         if group.parameters and not first[1] and isinstance(values, StockValues):
             raise CheckpointError(
                 f"{self._path} has states of {group.parameters[0].name!r} and the others of its "
-                "group, and no param group of them, which tells the rule: save the optimizer with "
+                "group, but no param group of them with the rule: save the optimizer with "
                 "get_state_dict() of torch.distributed.checkpoint.state_dict"
             )
         left_out = _NAMES | values.taken
@@ -269,7 +269,7 @@ class CheckpointSource:
             group.check(found)
         except ValueError:
             raise
-        except Exception as error:  # Strange values can make check() raise anything.
+        except Exception as error:  # For strange values check() may raise any error.
             raise CheckpointError(
                 f"{self._path} has hyperparameters that cannot be used: {error}"
             ) from error
@@ -277,7 +277,7 @@ class CheckpointSource:
 
 
 def _usual(entries: StoredEntries) -> StoredEntries:
-    """Return entries with the model and the optimizer where torch's helpers have them."""
+    """Return entries with the model and the optimizer under the paths of torch's helpers."""
     tensors = [key for key in entries.keys if entries.tensor(key) is not None]
     return entries.at(
         at_top({key: entries.path_of(key) for key in entries.keys}, tensors, entries.path)
@@ -285,20 +285,20 @@ def _usual(entries: StoredEntries) -> StoredEntries:
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Return the first key whose values differ; None if there is none."""
-    keys = sorted((one.keys() | other.keys()) - _NAMES - {"name"})  # A label says nothing.
+    """Return the first key whose values differ; None if all are equal."""
+    keys = sorted((one.keys() | other.keys()) - _NAMES - {"name"})  # A label has no effect.
     return next((key for key in keys if _text(one, key) != _text(other, key)), None)
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
     try:
         return json.dumps(tagged_json.encode(values.get(key)))
-    except (TypeError, ValueError):  # A kind that no commit holds.
+    except (TypeError, ValueError):  # A type that no commit holds.
         return repr(values.get(key))
 
 
 def _checked(path: Path, peers: Peers) -> tuple[Slices, Sequence[Commit]]:
-    """Return what a checkpoint holds, after checking this rank's part of it.
+    """Check this rank's part of a checkpoint; return the slices and commits.
 
     Returns:
         The slices of its files, and the commits of all ranks if tierstore published it.
@@ -315,6 +315,6 @@ def _checked(path: Path, peers: Peers) -> tuple[Slices, Sequence[Commit]]:
         fault = reader.faults[0]
         raise CorruptionError(
             f"{path}: {fault.place}: {fault.what}; nothing of it "
-            "was loaded. `tierstore verify` lists everything that is wrong"
+            "was loaded. `tierstore verify` lists all faults"
         )
     return contents.slices, contents.commits

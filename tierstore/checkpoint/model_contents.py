@@ -24,7 +24,7 @@ Names = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContents:
-    """Names of the paged parameters of a model, and all of its other values."""
+    """Names of the paged parameters of a model, and all other values of the model."""
 
     names: Names
 
@@ -34,7 +34,7 @@ class ModelContents:
 
     @property
     def cut(self) -> list[str]:
-        """Names of the values of which this rank has only a part."""
+        """Names of the values that this rank holds only in part."""
         return [
             name for name, value in self.unpaged.items() if any(map(_is_cut, tree_leaves(value)))
         ]
@@ -43,7 +43,7 @@ class ModelContents:
         """Yield the name, the whole value and the identity of each unpaged value.
 
         Tied values have one identity. A value that is cut is gathered from the ranks at its
-        turn, so all ranks iterate together, to the end.
+        turn. All ranks must therefore iterate together, to the end.
         """
         cut = set(self.cut)
         for name, value in self.unpaged.items():
@@ -55,13 +55,13 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     """Return the contents of a checkpoint of a model with these paged parameters.
 
     Args:
-        model: the model, wrapped or not; None: only the paged parameters, under the names that
-            the optimizer has, without the names of wrappers.
+        model: the model, wrapped or not; None: only the paged parameters, under the optimizer's
+            names without the names of wrappers.
         groups: the paged parameters.
 
     Raises:
-        CheckpointError: a paged parameter is not in the model, two names are equal without the
-            names of wrappers, or the model has a value that a checkpoint cannot hold.
+        CheckpointError: a paged parameter is not in the model; two names are equal without the
+            names of wrappers; a checkpoint cannot hold a value of the model.
     """
     parameters = [parameter for group in groups for parameter in group.parameters]
     if model is None:
@@ -69,7 +69,7 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     paged = {id(parameter.tensor): parameter.name for parameter in parameters}
     found: dict[str, list[str]] = {parameter.name: [] for parameter in parameters}
     unpaged: dict[str, Any] = {}
-    # keep_vars gives the parameters themselves, by which tied names are recognized.
+    # keep_vars returns the parameters themselves, so that tied names can be recognized.
     state = _unwrapped(model).state_dict(keep_vars=True)
     for key, plain in _all_stripped(state).items():
         value = state[key]
@@ -82,8 +82,8 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     absent = next((name for name, keys in found.items() if not keys), None)
     if absent is not None:
         raise CheckpointError(
-            f"parameter {absent!r} of the optimizer is not in the model that was given: pass "
-            "the model whose parameters the optimizer has"
+            f"parameter {absent!r} of the optimizer is not in the given model: pass the model "
+            "whose parameters the optimizer has"
         )
     return ModelContents(names={name: tuple(keys) for name, keys in found.items()}, unpaged=unpaged)
 
@@ -100,7 +100,7 @@ def plain_names(names: Iterable[str], *, unwrap_parallel: bool = True) -> dict[s
 
     Args:
         names: the names of the parameters.
-        unwrap_parallel: whether "module." at the beginning of all names is of a wrapper.
+        unwrap_parallel: whether to remove "module." if all names begin with it.
 
     Raises:
         CheckpointError: two names become equal.
@@ -121,7 +121,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _all_stripped(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without the parts that wrappers added.
+    """Return name -> name without the parts that wrappers added.
 
     Raises:
         CheckpointError: two names become equal.
@@ -148,7 +148,7 @@ def _whole(value: Any) -> Any:
 
 
 def _check(path: tuple[object, ...], value: Any) -> None:
-    """Refuse a value that DCP cannot store, before anything is written."""
+    """Refuse a value that DCP cannot store. Called before anything is written."""
     key = ".".join(map(str, path))
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta:
@@ -164,7 +164,7 @@ def _check(path: tuple[object, ...], value: Any) -> None:
         return
     try:
         torch.save(value, io.BytesIO())
-    except Exception as error:  # Pickling an object of the user may raise anything.
+    except Exception as error:  # Pickling an object of the user may raise any error.
         raise CheckpointError(
             f"{key!r} of the model cannot be pickled, so no checkpoint can hold it: {error}"
         ) from error

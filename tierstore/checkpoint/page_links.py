@@ -1,4 +1,4 @@
-"""Page files of one rank's commit in a checkpoint: linked, or copied if that is impossible."""
+"""Page files of one rank's commit in a checkpoint: linked, or copied if links are impossible."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tierstore.run.file_names import page_file, published_page
 from tierstore.storage.base import Folder, Storage
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a filesystem that cannot give a file a further name there."""
+"""Errors of a filesystem that cannot make a link to a file there."""
 
 
 class PageLinks:
     """Links or copies the page files of one rank into the directory of a checkpoint.
 
     Args:
-        storage: of the rank's files.
-        commit: of the rank.
+        storage: the storage of the rank's files.
+        commit: the commit of the rank.
         pages: the pages of the commit.
         provide_spares: allocates the files that will replace these page files in the run.
     """
@@ -42,7 +42,7 @@ class PageLinks:
         self._unlinked: list[CommittedPage] = []
         """The pages to copy."""
         self._links: list[str] = []
-        """Temporary links to the files of these pages, so that the run may replace the files."""
+        """Temporary links to the files of unlinked pages. The run may then replace the files."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class PageLinks:
         return sum(page.layout.nbytes for page in self._unlinked)
 
     def is_linked(self, page: CommittedPage) -> bool:
-        """Return whether the checkpoint has the file of the run, and no copy of it."""
+        """Return whether the checkpoint shares the file of the page with the run."""
         return all(page is not unlinked for unlinked in self._unlinked)
 
     def link(self, folder: Folder, child: str) -> None:
@@ -66,13 +66,13 @@ class PageLinks:
                 self._unlinked.append(page)
 
     def hold(self, token: str) -> bool:
-        """Link the page files to copy within the run, so that nothing overwrites them.
+        """Link the page files to copy within the run, to protect them from writes.
 
         Args:
-            token: distinguishes the temporary links of this attempt to publish.
+            token: identifies the temporary links of this attempt.
 
         Returns:
-            False if the filesystem cannot; then the run must not write until they are copied.
+            False if the filesystem has no links. The run must then not write before copy() ends.
         """
         for page in self._unlinked:
             self._links.append(f"{_name(page)}.copying-{token}")
@@ -96,7 +96,7 @@ class PageLinks:
         """
         if not self._unlinked:
             return
-        # Not closed: after an error a traceback may still refer to it.
+        # Do not close it: after an error a traceback may still refer to it.
         buffer = memoryview(map_memory(BLOCK_BYTES))
         sources = list(self._links) or map(_name, self._unlinked)
         for page, source in zip(self._unlinked, sources, strict=True):
@@ -115,7 +115,7 @@ class PageLinks:
         self._release()
 
     def drop(self) -> None:
-        """Remove the temporary links; recovery removes a link that stays."""
+        """Remove the temporary links. Recovery removes a link that stays."""
         for name in self._links:  # The last one may not exist yet.
             with contextlib.suppress(TierstoreError):
                 self.storage.unlink(name)
@@ -130,7 +130,7 @@ class PageLinks:
 
 
 def _linked(link: Callable[..., None], *arguments: Any) -> bool:
-    """Make a link; return False if the filesystem cannot."""
+    """Make a link; return False if the filesystem has no links."""
     try:
         link(*arguments)
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints in parts: several directories, because ranks see several disks under the path.
+"""Checkpoints in parts: several directories, if ranks see different disks under one path.
 
 A part has the files of the ranks that see the directory, and the files that describe the whole
 checkpoint. A user copies all parts into one directory to load the checkpoint.
@@ -18,7 +18,7 @@ Marked = Mapping[str, Collection[int]]
 
 
 class Parts:
-    """The parts of one checkpoint: one part of rank 0, and one of every further maker.
+    """The parts of one checkpoint: the part of rank 0, and one part for each further maker.
 
     All methods are collective.
 
@@ -33,7 +33,7 @@ class Parts:
         self._made_further_part = directory.made_here and peers.rank > 0
 
     def share(self, metadata: bytes, marker: bytes) -> bytes:
-        """Put the marker that rank 0 wrote into every part; return the metadata of rank 0."""
+        """Put the marker of rank 0 into every part; return the metadata of rank 0."""
         metadata, marker = self._peers.gather((metadata, marker))[0]
         self._on_further_parts(
             "mark the parts of the checkpoint", lambda: self._directory.put(MARKER_NAME, marker)
@@ -47,23 +47,23 @@ class Parts:
         keep_last: int | None,
         marked: Callable[[], Marked],
     ) -> None:
-        """Give all parts the final name, the part of rank 0 last.
+        """Give all parts the final name. The part of rank 0 is last.
 
         Args:
             metadata: the content of ``.metadata``.
-            publish: called on rank 0: gives its part the final name, and removes old parts beside
-                it, given what all parts are marked with.
+            publish: called on rank 0 with the marks of all parts: gives its part the final name,
+                and removes old parts beside it.
             keep_last: as in publish().
-            marked: called on the rank that made a part: returns what older parts are marked with.
+            marked: called on the rank that made a part: returns the marks of older parts.
 
         Raises:
             PeerFailed: another rank failed, or rank 0 does not answer.
         """
-        # The checkpoint is published when the part of rank 0 has the final name. Rank 0 made part
-        # A, rank 2 made part B:
+        # The checkpoint is published when the part of rank 0 has the final name. In this example,
+        # rank 0 made part A, and rank 2 made part B:
         #
         #   phase                  on success            on failure
-        #   1 name further parts,  A TEMPORARY, B KEPT   of any rank: all ranks remove their parts
+        #   1 name further parts,  A TEMPORARY, B KEPT   on any rank: all ranks remove their parts
         #     look for marks
         #   2 name the checkpoint  A KEPT, B KEPT        rank 0 reports it: all ranks remove their
         #                                                parts; rank 0 does not answer: B stays,
@@ -86,20 +86,20 @@ class Parts:
             self._directory.retain(keep_last, _merged(marks))
 
     def _on_further_parts(self, call: str, act: Callable[[], None]) -> None:
-        """Do something on the ranks that made a further part, or raise on all ranks."""
+        """Call ``act`` on the ranks that made a further part. A failure raises on all ranks."""
         together(self._peers, call, act if self._made_further_part else lambda: None)
 
     def _attempt_on_rank_0(self, call: str, act: Callable[[], None]) -> Exception | None:
-        """Do something on rank 0; return why it failed there, or None.
+        """Call ``act`` on rank 0; return its error, or None.
 
         Raises:
-            PeerFailed: rank 0 does not answer, so nobody knows whether it succeeded.
+            PeerFailed: rank 0 does not answer, so it is unknown whether it succeeded.
         """
         failure: Exception | None = None
         if self._peers.rank == 0:
             try:
                 act()
-            except Exception as error:  # The other ranks wait for an answer, whatever it is.
+            except Exception as error:  # The other ranks wait for an answer in any case.
                 failure = error
         reason = None if failure is None else str(failure) or type(failure).__name__
         try:
@@ -110,6 +110,6 @@ class Parts:
 
 
 def _merged(marks: Sequence[Marked]) -> Marked:
-    """Return the marks of all parts: each rank marks the part that has its files."""
+    """Return the marks of all parts together. Each rank marks the part that has its files."""
     names = {name for marked in marks for name in marked}
     return {name: {r for marked in marks for r in marked.get(name, ())} for name in names}

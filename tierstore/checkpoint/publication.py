@@ -1,4 +1,4 @@
-"""Publication: the handle of a checkpoint that is published, perhaps in the background."""
+"""Publication: the handle of a checkpoint that is being published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Publication:
         path: the directory.
         step: the committed step in it.
         bytes_linked: bytes of this rank's pages that were linked.
-        bytes_total: bytes of this rank's pages that are copied; of all pages if all are linked.
+        bytes_total: bytes of this rank's pages to copy; if all pages are linked, of all pages.
         bytes_copied: bytes that were copied so far.
     """
 
@@ -30,7 +30,7 @@ class Publication:
         """Block until the checkpoint is published.
 
         Raises:
-            StorageError, CorruptionError: publishing failed; nothing is left of the checkpoint.
+            StorageError, CorruptionError: publishing failed. Nothing is left of the checkpoint.
         """
         self.outcome.result()
 

@@ -1,8 +1,8 @@
-"""Publishing of a committed step: links to the page files, and files that describe them.
+"""Publishing of a committed step: links to page files, and files that describe the pages.
 
-A directory is built under a temporary name and then renamed; pages on another filesystem are
-copied in the background. Until the name is durable, a failure or an interrupt leaves nothing
-behind; from then on nothing removes the checkpoint.
+A directory is built under a temporary name and then renamed. Pages on another filesystem are copied
+in the background. Until the name is durable, a failure or an interrupt leaves nothing behind. From
+then on, no failure removes the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Committed:
     """The processes that publish the commit together."""
     page_files: Sequence[PageLinks]
     """The page files of one rank, or of all ranks if one process has all files. Empty if nothing
-    was committed, which is refused."""
+    was committed; publishing is then refused."""
     contents: Callable[[], ModelContents]
-    """Returns the values of the model that are not paged, and all names."""
+    """Returns the unpaged values of the model, and all names."""
     model_prefix: str
-    """Prefix of the names of the model: ends in a dot, or is empty."""
+    """Prefix of the names of the model. It ends in a dot, or is empty."""
     is_rewind: bool = False
-    """True if no step was done since a rewind to the committed step, which abandons later ones."""
+    """True if the run was rewound to the committed step and has done no step since."""
     for_reshard: bool = False
-    """True if other ranks begin from the checkpoint, which may then have RESHARDED_NAME."""
+    """True if another number of ranks begins from the checkpoint; allows RESHARDED_NAME."""
 
 
 def publish(
@@ -73,22 +73,22 @@ def publish(
 ) -> Publication:
     """Publish a commit as the directory ``path``; all ranks call it together.
 
-    A checkpoint of links is published when this returns. Pages that cannot be linked are copied:
+    If all pages are linked, the checkpoint is published when this returns. Other pages are copied:
     in the background if there is one rank and its filesystem has links, else before this returns.
 
     Args:
         committed: the commit.
         path: the directory; absent or empty.
-        keep_last: number of checkpoints of this run to keep in the directory above, this one
-            included, and at most one more; see retention.retain().
-        on_progress: called with the number of bytes that were copied, and of all bytes to copy.
+        keep_last: number of checkpoints of this run to keep in the directory above, including this
+            one. At most one more is kept; see retention.retain().
+        on_progress: called with the bytes copied so far and the bytes to copy in total.
         on_copying: called with a publication that continues in the background, before publish()
             returns it or is interrupted.
 
     Raises:
-        CheckpointError: ``path`` exists or cannot be made, or the model has a value that a
-            checkpoint cannot hold.
-        StorageError: the disk refused, because it is full for example. Nothing is left of the
+        CheckpointError: ``path`` exists or cannot be made, or a checkpoint cannot hold a value of
+            the model.
+        StorageError: the disk refused, for example because it is full. Nothing is left of the
             checkpoint.
         CorruptionError: a copied page is not what was committed. Nothing is left.
     """
@@ -106,12 +106,12 @@ def publish(
     try:
         publishing.make_directory()
         copying = any(agree(peers, "link pages", publishing.link_pages))
-        # decisions: A shared page file is recognized by its link count. So a second name in the run
-        # lets training go on while the bytes under it are copied.
+        # decisions: A shared page file is recognized by its link count. With a second link in the
+        # run, training can continue while the bytes of the file are copied.
         held = copying and all(agree(peers, "hold pages", publishing.hold_pages))
         publishing.describe()
-        # With several ranks, collectives of another thread would have to be ordered with those of
-        # training.
+        # With several ranks, collectives of another thread would have to be ordered with the
+        # collectives of training.
         if held and peers.world_size == 1:
             publishing.finish_in_background(on_copying)
             return publishing.publication
@@ -134,7 +134,7 @@ class _Publishing:
         on_progress: as in publish().
 
     Raises:
-        ValueError, CheckpointError: as publish(), for the arguments of this rank.
+        ValueError, CheckpointError: as in publish(), for the arguments of this rank.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _Publishing:
                 f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
             )
         if not committed.page_files:
-            raise CheckpointError("there is no step to publish yet: do one first")
+            raise CheckpointError("the run has no step to publish yet: do a step first")
         self._peers = committed.peers
         self._page_files = committed.page_files
         self._contents = committed.contents()
@@ -174,14 +174,14 @@ class _Publishing:
         self._metadata = self._marker = b""
         self._copying = Latch()
         """Set when the background thread owns this attempt and the caller knows it."""
-        self._owner = threading.Lock()  # Taken once, by the thread that finishes or gives up.
+        self._owner = threading.Lock()  # The thread that finishes or gives up takes it once.
         self.publication = Publication(path, self._manifest.step)
 
     def agree_on_call(self) -> None:
-        """Check that all ranks publish the same, and agree on the name of this attempt.
+        """Check that all ranks publish the same commit; agree on the name of this attempt.
 
         Raises:
-            CheckpointError: the ranks give different names, or have different models, or the
+            CheckpointError: the ranks pass different names or have different models, or the
                 directory above the checkpoint cannot be used.
         """
         cut = xxhash.xxh3_128_hexdigest(repr(self._contents.cut).encode())
@@ -199,10 +199,10 @@ class _Publishing:
             )
         if len(set(cuts)) > 1:
             raise CheckpointError(
-                "the ranks have different buffers or frozen parameters, or have them in another "
-                "order: give all ranks the same model"
+                "the ranks have different buffers or frozen parameters, or have them in different "
+                "orders: give all ranks the same model"
             )
-        # In the temporary name: an attempt never writes into what another one has left.
+        # The token is in the temporary name: an attempt never writes into leftovers of another one.
         self._token = tokens[0]
         assert self._folder is not None
         age = self._manifest.epoch - self._is_rewind, self._manifest.step
@@ -213,19 +213,19 @@ class _Publishing:
     def _open_folder(self) -> None:
         try:
             self._folder = self._page_files[0].storage.folder(self._parent)
-        except RunDirectoryError as error:  # Here it is not a run directory.
+        except RunDirectoryError as error:  # The directory above a checkpoint is not a run.
             raise CheckpointError(str(error)) from error
 
     def close(self) -> None:
-        """Release the directory above the checkpoint; log what fails."""
+        """Release the directory above the checkpoint. Log a failure."""
         if self._folder is not None:
             try:
                 self._folder.close()
-            except StorageError as error:  # Whether the checkpoint is published is known already.
+            except StorageError as error:  # The outcome of publishing is known already.
                 logger.warning("%s", error)
 
     def make_directory(self) -> None:
-        """Make the temporary directory; if some ranks do not see it, make one for them as well."""
+        """Make the temporary directory, and a further one for ranks that do not see it."""
         sees = [False] * self._peers.world_size
         makers = 0
         while not all(sees):
@@ -236,8 +236,8 @@ class _Publishing:
             self._parts = Parts(self._peers, self._directory)
             if self._peers.rank == 0:
                 logger.warning(
-                    "the checkpoint %s is in %d parts, as ranks see that many directories under "
-                    "its path: copy all of them into one directory to load it",
+                    "the checkpoint %s is in %d parts, because ranks see different directories "
+                    "under its path: copy all of them into one directory to load it",
                     self.publication.path,
                     makers,
                 )
@@ -262,7 +262,7 @@ class _Publishing:
         return all(files.hold(self._token) for files in self._page_files)
 
     def describe(self) -> None:
-        """Write all files but the pages; afterwards the model may change."""
+        """Write all files except the pages. Afterwards the model may change."""
         commits = [files.commit for files in self._page_files]
         data: dict[str, bytes] = {}
         for commit in commits:
@@ -281,8 +281,8 @@ class _Publishing:
                 if self._peers.rank == 0:
                     self._describe(commits, digests, values)
             finally:
-                # All ranks gather the values together: one that stops early leaves the others in
-                # a collective.
+                # All ranks gather the values together. A rank that stops early would leave the
+                # others in a collective.
                 for _ in values:
                     pass
 
@@ -300,7 +300,7 @@ class _Publishing:
             self._parts.name(self._metadata, self._take_name, self._keep_last, self._marked)
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
-        """Start a thread that copies and finishes, and return when it has begun."""
+        """Start a thread that copies and finishes; return when the thread has begun."""
         Threads(1, "tierstore-publish").submit(self._finish_alone, on_copying)
         self._copying.wait()
 
@@ -316,13 +316,13 @@ class _Publishing:
             self.finish(copying=True)
         except BaseException as error:
             self._undo()
-            # The caller may never ask for the outcome.
+            # Log it: the caller may never ask for the outcome.
             logger.error("the checkpoint %s was not published: %s", self.publication.path, error)
             raise
         self.close()
 
     def give_up(self) -> None:
-        """Remove and release everything, unless the background thread owns this attempt."""
+        """Remove and release all of it, unless the background thread owns this attempt."""
         if self._owner.acquire(blocking=False):
             self._undo()
         else:
@@ -348,7 +348,7 @@ class _Publishing:
         digests: Mapping[str, dict[str, Any]],
         values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
-        """Write the unpaged values and the marker; make the content of ``.metadata``."""
+        """Write the unpaged values and the marker; build the content of ``.metadata``."""
         known = {files.commit.manifest.rank: files.pages for files in self._page_files}
         published = [
             (commit, known.get(commit.manifest.rank) or commit.pages()) for commit in commits
@@ -360,7 +360,7 @@ class _Publishing:
         files = {
             published_page(commit.manifest.rank, page.number): {
                 "nbytes": page.layout.nbytes,
-                "xxh3_128": None,  # The manifest has checksums; another would read every page.
+                "xxh3_128": None,  # The manifest has checksums. This one would read every page.
             }
             for commit, pages in published
             for page in pages
@@ -381,19 +381,19 @@ class _Publishing:
         self._directory.put(MARKER_NAME, self._marker)
 
     def _marked(self) -> Marked:
-        """Return the marks of the checkpoints beside this one, if any of them may be removed."""
+        """Return the marks of the checkpoints beside this one, if retention may remove one."""
         return {} if self._keep_last is None else self._directory.marked_by_ranks()
 
     def _take_name(self, marked: Marked) -> None:
         """Publish the directory of rank 0, and remove the oldest checkpoints beside it."""
-        # The new one is durable before an old one goes: a crash between leaves one too many.
+        # Make the new checkpoint durable before an old one is removed: a crash leaves one too many.
         self._directory.take_name(self._metadata)
         self._directory.keep()
         self._directory.retain(self._keep_last, marked)
 
 
 class _UnpagedFile:
-    """The file of all unpaged values, while it is written."""
+    """The file of all unpaged values while it is being written."""
 
     def __init__(self, folder: Folder, child: str) -> None:
         self._folder = folder

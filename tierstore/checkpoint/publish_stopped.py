@@ -1,4 +1,4 @@
-"""Publishing of the committed step of a stopped run, by one process for all ranks."""
+"""Publishing of the committed step of a stopped run. One process publishes for all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def publish_run(
 ) -> Publication:
     """Publish the committed step of a run that no process uses; see publish().
 
-    The checkpoint holds the paged parameters and states; a run does not have the rest of a model.
+    The checkpoint holds the paged parameters and states. A run does not have the rest of a model.
 
     Args:
         run: the directory of the run.
@@ -46,8 +46,8 @@ def publish_run(
             and of all bytes.
 
     Raises:
-        CheckpointError: ``run`` is not a run or lacks ranks, or this user may not read it; or
-            ``out`` lies in it; or as in publish().
+        CheckpointError: ``run`` is not a run, lacks ranks, or may not be read by this user; or
+            ``out`` is in ``run``; or as in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish_whole().
@@ -55,13 +55,13 @@ def publish_run(
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
     reader = Reader(run)
-    refuse_in_use(reader)  # At once: a lock is waited for.
+    refuse_in_use(reader)  # Refuse at once: whole_run() would wait for the lock.
     ranks = read_ranks(reader)
     if RESHARDED_NAME in reader.list() and newest_commit(ranks) is None:
         raise RunDirectoryError(
-            f"{run} was on its way to another number of ranks, and its committed step is the "
-            f"checkpoint {run / RESHARDED_NAME}: copy this, or begin from it with "
-            "restore(checkpoint=); or start the job again with resume=True and publish then"
+            f"{run} was being resharded to another number of ranks, and its committed step is the "
+            f"checkpoint {run / RESHARDED_NAME}: copy this checkpoint, begin from it with "
+            "restore(checkpoint=), or start the job again with resume=True and publish then"
         )
     _require_outside(run, ranks, out)
     missing = missing_ranks(ranks)
@@ -75,7 +75,7 @@ def publish_run(
 
 
 def _require_outside(run: Path, ranks: Sequence[Rank], out: Path) -> None:
-    """Refuse a checkpoint in a directory of the run, with which it would be removed."""
+    """Refuse a checkpoint in a directory of the run. It would be removed with the run."""
     striped = (path for rank in ranks if rank.striping for path in rank.striping.directories)
     for directory in (run, *(Path(path).parent for path in striped)):
         if directory.resolve() in (out.resolve(), *out.resolve().parents):
@@ -95,10 +95,10 @@ def publish_whole(
     """Publish the committed step of a run, given the locked storages of all its ranks.
 
     Raises:
-        RunDirectoryError: they are not of one run, or the run has no committed step.
-        CorruptionError: the commits of the ranks do not fit together; or a page file is missing,
-            not a regular file, of another length or of another user; or ``verify`` and a page is
-            not what was committed. Nothing was published.
+        RunDirectoryError: the storages are not of one run, or the run has no committed step.
+        CorruptionError: the commits of the ranks do not fit together; a page file is missing, is
+            not a regular file, or has another length or owner; or with ``verify``, a page is not
+            what was committed. Nothing was published.
         CheckpointError: as in publish().
         StorageError, CorruptionError: as in publish().
     """
@@ -139,7 +139,7 @@ def _path(storage: Storage, page: CommittedPage) -> Path:
 
 
 def _check_file(path: Path, nbytes: int) -> None:
-    """Refuse a page file that is not as the run made it; its content is not read."""
+    """Refuse a page file with another type, owner or length. Its content is not read."""
     with storage_errors("look for", path):
         try:
             status = os.lstat(path)
@@ -161,7 +161,7 @@ def _read_pages(
     pages: Mapping[Path, CommittedPage],
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Refuse pages that are not what was committed, after reading all of them."""
+    """Read all pages; refuse pages that are not what was committed."""
     reader = Reader(Path(first.location), on_progress)
     reader.expect(sum(page.layout.nbytes for page in pages.values()))
     for path, page in pages.items():

@@ -1,7 +1,7 @@
-"""Resume on another number of ranks, and removal of the files of ranks that are no longer there.
+"""Resume on another number of ranks, and removal of the files of ranks that the job lacks.
 
-Opening the run publishes the committed step as ``RUN/resharded``, which moves no data. restore()
-then begins a new run from that checkpoint, whose first commit ends the reshard.
+Opening the run publishes the committed step as ``RUN/resharded``, without moving data. restore()
+then begins a new run from that checkpoint. The first commit of the new run ends the reshard.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _LEFTOVER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class OtherRanks:
-    """A run of another number of ranks, published in its directory for restore() to begin from."""
+    """A run of another number of ranks, published in its directory. restore() begins from it."""
 
     directories: Sequence[Path]
-    """The directories of the run, in order; the first one has the checkpoint."""
+    """The directories of the run, in order. The first has the checkpoint."""
     manifests: Sequence[Manifest]
-    """The commit of each rank that the run had."""
+    """The commit of each rank of the run."""
 
     @property
     def checkpoint(self) -> Path:
@@ -73,12 +73,12 @@ class OtherRanks:
         The checkpoint keeps the committed step until end_reshard().
 
         Raises:
-            StorageError, RunDirectoryError, RunLockedError, PeerFailed: the next job begins from
-                the checkpoint.
+            StorageError, RunDirectoryError, RunLockedError, PeerFailed: removal failed. The next
+                job begins from the checkpoint.
         """
 
         def remove_further() -> None:
-            # Before the first commit of the new run, which would lack these ranks.
+            # Before the first commit of the new run, because the new run lacks these ranks.
             with whole_run(self.directories, first_rank=peers.world_size) as storages:
                 _remove_ranks(self.directories, storages)
 
@@ -92,18 +92,18 @@ def look_for_other_ranks(
     """Find the commits of other ranks in the directories of a run; all ranks call this.
 
     Args:
-        directories: of the run, in any order.
+        directories: the directories of the run, in any order.
         peers: all ranks.
-        resume: whether the run is resumed; a run of another number of ranks is then published.
+        resume: whether the run is resumed. A run of another number of ranks is then published.
         overwrite: whether the run is removed.
 
     Returns:
-        The run from which a new run must begin, or None, and the directories in the order of the
+        The run from which a new run must begin, or None; and the directories in the order of the
         run.
 
     Raises:
-        RunDirectoryError: a directory cannot be used; or it has commits of a rank that this job
-            starts elsewhere, or not at all; or a reshard did not end and ``resume`` is False.
+        RunDirectoryError: a directory cannot be used; it has commits of a rank that this job
+            starts elsewhere or not at all; or a reshard did not end and ``resume`` is False.
         RunLockedError, CheckpointError, StorageError, CorruptionError: the run cannot be
             published; see publish_run(). The run was not changed.
         PeerFailed: any of this on another rank.
@@ -123,7 +123,7 @@ def look_for_other_ranks(
         return is_published, list(map(str, ordered))
 
     is_published, of_rank_0 = on_rank_0(peers, "look into the run directories", look)
-    # If not, this rank has a disk of its own, under another path.
+    # If the names differ, this rank has its own disk under another path.
     ordered = of_rank_0 if sorted(of_rank_0) == sorted(given) else given
     if is_published:
         found = list(map(Path, of_rank_0))
@@ -137,7 +137,7 @@ def look_for_other_ranks(
 
 
 def _manifests_in(run: Path) -> list[Manifest]:
-    """Return the commit of each rank of a run that was published in its directory."""
+    """Return the commit of each rank of a run, from the checkpoint in its directory."""
     manifests: list[Manifest] = []
     while not manifests or len(manifests) < manifests[0].world_size:
         path = run / RESHARDED_NAME / published_manifest(len(manifests))
@@ -146,13 +146,13 @@ def _manifests_in(run: Path) -> list[Manifest]:
 
 
 def _position(directory: Path) -> tuple[int, bool]:
-    """Return a sort key: the order of the run, and a directory with a reshard first."""
+    """Return a sort key: the order in the run. A directory with a reshard comes first."""
     striping = striping_in(rank_directory(directory, 0))
     return striping.index if striping else 0, not _leftovers(directory)
 
 
 def _require_commits_of_same_ranks(directories: Sequence[str], peers: Peers) -> None:
-    """Refuse to begin a run beside commits whose rank is not started where they are."""
+    """Refuse to begin a run beside commits of a rank that is started elsewhere or not at all."""
     found = agree(peers, "look for commits", lambda: _commits_of_ranks(directories, peers.rank))
     no_rank_has_its_commits = not any(rank in ranks for rank, ranks in enumerate(found))
     for finder, ranks in enumerate(found):
@@ -160,7 +160,7 @@ def _require_commits_of_same_ranks(directories: Sequence[str], peers: Peers) -> 
             started = rank < len(found)
             if rank not in found[rank] if started else no_rank_has_its_commits:
                 raise RunDirectoryError(
-                    f"rank {finder} finds commits of rank {rank} in {directory}, and "
+                    f"rank {finder} finds commits of rank {rank} in {directory}, but "
                     + (f"rank {rank} does not" if started else "no rank of this job finds its own")
                     + ": start each rank on the machine and with the directories that it had, or "
                     "pass overwrite=True to begin anew"
@@ -168,7 +168,7 @@ def _require_commits_of_same_ranks(directories: Sequence[str], peers: Peers) -> 
 
 
 def _commits_of_ranks(directories: Sequence[str], rank: int) -> dict[int, str]:
-    """Return the directory that has commits of this rank, or else of every other rank."""
+    """Return rank -> directory with its commits: for this rank, or else for every other rank."""
     found = {}
     for directory in map(Path, directories):
         with looking_into(directory):
@@ -198,9 +198,9 @@ def _has_commits(folder: Path) -> bool:
 # resharded and the new run      removes resharded, resumes the new run
 # the new run                    resumes it
 #
-# A run exists if all ranks of the run are in the directories and have a commit in common: the old
-# run until its first commit is removed, which is after the name of resharded is durable; the new
-# run from its first commit on.
+# A run exists if all its ranks are in the directories and have a commit in common. The old run
+# exists until its first commit is removed, after the name of resharded is durable. The new run
+# exists from its first commit on.
 
 
 def _publish_other_ranks(directories: Sequence[Path], world_size: int, *, resume: bool) -> bool:
@@ -214,16 +214,16 @@ def _publish_other_ranks(directories: Sequence[Path], world_size: int, *, resume
             end_reshard(run)
             if not resume or old_world_size == world_size:
                 return False
-            from tierstore.checkpoint.publish_stopped import publish_whole  # Imports much.
+            from tierstore.checkpoint.publish_stopped import publish_whole  # A slow import.
 
             publish_whole(list(storages.values()), run / RESHARDED_NAME, for_reshard=True)
         elif not has_resharded(run):
             if resume:
-                find_whole_run(list(storages.values()))  # Raises what the run lacks.
+                find_whole_run(list(storages.values()))  # Raises an error if the run lacks a part.
             return False
         elif not resume:
             raise RunDirectoryError(
-                f"{run} was about to continue on another number of ranks when the job ended: pass "
+                f"{run} was being resharded to another number of ranks when the job ended: pass "
                 "resume=True to continue, or overwrite=True to delete it"
             )
     return True
@@ -236,7 +236,7 @@ def _world_size(ranks: Sequence[Rank]) -> int | None:
 
 
 def _is_of_other_ranks(run: Path, world_size: int) -> bool:
-    """Return whether rank 0 was in a job of another number of ranks that has commits."""
+    """Return whether rank 0 has commits of a job with another number of ranks."""
     striping = striping_in(rank_directory(run, 0))
     if striping is not None and striping.index:
         return False  # open_directories() names the directories that are missing.
@@ -248,11 +248,11 @@ def _is_of_other_ranks(run: Path, world_size: int) -> bool:
 
 
 def has_resharded(run: Path) -> bool:
-    """Return whether a directory has the checkpoint that a resharded run begins from.
+    """Return whether a directory has the checkpoint from which a resharded run begins.
 
     Raises:
-        RunDirectoryError: something else has its name.
-        StorageError: it cannot be read.
+        RunDirectoryError: something else has the name of the checkpoint.
+        StorageError: the checkpoint cannot be read.
     """
     path = run / RESHARDED_NAME
     if not has_file(Entry.of(path)):
@@ -273,10 +273,10 @@ def has_resharded(run: Path) -> bool:
 
 
 def end_reshard(run: Path) -> None:
-    """Remove the checkpoint that the run began from, if there is one.
+    """Remove the checkpoint from which the run began, if it exists.
 
     Raises:
-        RunDirectoryError, StorageError: it is something else, or keeps its name.
+        RunDirectoryError, StorageError: the name is taken by something else, or cannot be removed.
     """
     with contextlib.closing(LocalFolder(run)) as folder:
         if has_resharded(run):
@@ -291,7 +291,7 @@ def end_reshard(run: Path) -> None:
 
 
 def _leftovers(directory: Path) -> list[str]:
-    """Return the names of checkpoints of a reshard in a directory, whole or not."""
+    """Return the names of whole and partial checkpoints of a reshard in a directory."""
     with looking_into(directory):
         names = os.listdir(directory) if is_there(directory) else []
     return [name for name in names if _LEFTOVER.fullmatch(name)]
@@ -301,18 +301,18 @@ def _leftovers(directory: Path) -> list[str]:
 
 
 def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: bool) -> None:
-    """Remove the files of further ranks where a new run begins; all ranks call this.
+    """Remove the files of further ranks in the directories of a new run; all ranks call this.
 
     A failure is logged: the new run does not need the space.
 
     Args:
-        directories: of the run.
+        directories: the directories of the run.
         peers: all ranks.
-        overwrite: whether to remove also the commits of these ranks, and ``resharded``.
+        overwrite: whether to also remove the commits of these ranks, and ``resharded``.
 
     Raises:
-        RunDirectoryError, StorageError: ``resharded`` keeps its name, and would be taken for
-            the run.
+        RunDirectoryError, StorageError: ``resharded`` keeps its name. It would be taken for the
+            run.
         PeerFailed: any of this on another rank.
     """
 
@@ -337,7 +337,7 @@ def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: 
 
 
 def _remove_ranks(directories: Sequence[Path], storages: Mapping[int, Storage]) -> None:
-    """Remove all files of some ranks in the directories of a run, commits first."""
+    """Remove all files of some ranks in the directories of a run. Commits are removed first."""
     for storage in storages.values():
         erase_commits(storage)
         erase(storage)

@@ -1,4 +1,4 @@
-"""Restore: parameters and pages from the last commit, a checkpoint, or a run being resharded."""
+"""Restore of parameters and pages from the last commit, a checkpoint, or a run being resharded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Restore:
         committer, table = self._committer, self._table
         committer.settle()
         manifest = self._recover()
-        committed = committed_step([manifest], 0, 1)  # This rank's own.
+        committed = committed_step([manifest], 0, 1)  # The commit of this rank alone.
 
         def check() -> dict[str, str]:
             renamed = self._check_model(manifest)
@@ -77,8 +77,8 @@ class Restore:
     def rewound(self, checkpoint: str | os.PathLike[str], commit: Callable[[], None]) -> int:
         """Go back to a checkpoint within the run, in a new epoch; return its step.
 
-        The pages begin anew, as those of a new run. They are written to the slots that the last
-        commit does not need, so that until the new commit is durable a restart finds the last one.
+        The pages start afresh, as in a new run. They are written to the slots that the last commit
+        does not need. Until the new commit is durable, a restart therefore finds the last commit.
 
         Args:
             checkpoint: the directory. A run without a commit begins from it.
@@ -97,12 +97,12 @@ class Restore:
         try:
             renamed = together(self._ranks, "check the run", lambda: self._check_model(manifest))
             groups = table.groups[: len(manifest.hyperparameters)]
-            # Those of a run that was just opened are in the commit alone.
+            # If the run was just opened, only the commit has the scalars.
             scalars = scalars_in(manifest, groups, renamed) | committer.scalars
             source = self._checked_source(checkpoint, scalars, is_earlier=True, begins=True)
         except Exception:
             if not self._usability.awaits_restore:
-                # As before the call: the next step must not find a full disk.
+                # Restore the files from before the call: the next step must not find a full disk.
                 with contextlib.suppress(StorageError):
                     table.allocate_files(table.pages)
             raise
@@ -119,7 +119,7 @@ class Restore:
         """Begin a new run from a run of another number of ranks; return its step.
 
         Args:
-            other: the run, whose checkpoint is removed at the end.
+            other: the run. Its checkpoint is removed at the end.
             commit: makes a step durable.
         """
         committer, table = self._committer, self._table
@@ -141,7 +141,7 @@ class Restore:
         return source.step
 
     def _recover(self) -> Manifest:
-        """Return the last commit of all ranks, after removing what is newer.
+        """Remove newer commits; return the last commit of all ranks.
 
         Raises:
             RunDirectoryError: the ranks have no commit in common.
@@ -152,16 +152,16 @@ class Restore:
         if manifest is None:
             raise RunDirectoryError(
                 f"no step was committed by all ranks of {committer.storage.location} yet, so "
-                "there is none to go back to: start over with a new model and a new store"
+                "restore() has no step to restore: start over with a new model and a new store"
             )
         return manifest
 
     @contextlib.contextmanager
     def _replacing_pages(self, entries: Mapping[int, PageEntry]) -> Iterator[None]:
-        """Let pages have the content of these files; after an error only restore() works.
+        """Set pages to the content of these files. After an error only restore() works.
 
         Args:
-            entries: page number -> content of its file. Pages without an entry begin anew.
+            entries: page number -> content of its file. Pages without an entry start afresh.
         """
         self._usability.awaits_restore = True  # Until the restore is complete.
         try:
@@ -182,20 +182,20 @@ class Restore:
         committer = self._committer
         if committer.committed is not None and not committer.keeps_commit:
             raise ValueError(
-                "rewind=True writes the pages beside those of the last commit, and a run with "
-                "commit_every=None has one slot of each page: open it with resume=True and "
-                "commit_every=1, which takes twice the space"
+                "rewind=True needs a second slot of each page beside the last commit, and a run "
+                "with commit_every=None has one slot: open it with resume=True and commit_every=1, "
+                "which takes twice the space"
             )
         return committer.committed is not None
 
     def _check_model(self, manifest: Manifest) -> dict[str, str]:
-        """Check that a commit is of the attached model and its optimizer.
+        """Check that a commit belongs to the attached model and its optimizer.
 
         Returns:
-            What check_same_model() does.
+            The result of check_same_model().
         """
         table, storage = self._table, self._committer.storage
-        # Groups that were attached after the commit begin anew.
+        # Groups that were attached after the commit start afresh.
         count = max(len(manifest.hyperparameters), table.group_count_min)
         attached = RankLayout.from_pages(
             table.layout_groups[:count],
@@ -203,7 +203,7 @@ class Restore:
         )
         renamed = check_same_model(storage, manifest, attached)
         for group, saved in zip(table.groups, manifest.hyperparameters, strict=False):
-            group.check_commit(tagged_json.decode(saved))  # Other rules may have the same states.
+            group.check_commit(tagged_json.decode(saved))  # Different rules may have equal states.
         return renamed
 
     def _begin(self, checkpoint: str | os.PathLike[str], todo: str, *, begins: bool) -> int:
@@ -217,7 +217,7 @@ class Restore:
         committer = self._committer
         if self._usability.awaits_restore or committer.step or self._usability.failure:
             raise RunDirectoryError(
-                f"a checkpoint begins a new run, and this one has steps already: {todo}"
+                f"a checkpoint begins a new run, but this run has steps already: {todo}"
             )
 
         source = self._checked_source(
@@ -263,12 +263,12 @@ class Restore:
         for names, what in (
             (
                 source.left_out,
-                "that are in no param group here: restore() leaves them out, so load their values "
-                "into the model if it has them",
+                "that are in no param group here: restore() skips them, so load their values into "
+                "the model if it has them",
             ),
             (
                 source.never_stepped,
-                "without states, which never had a gradient: their states begin anew",
+                "without states, because they never had a gradient: their states start afresh",
             ),
         ):
             if names and self._ranks.rank == 0:
@@ -280,17 +280,17 @@ class Restore:
         return source
 
     def _fill(self, source: CheckpointSource) -> None:
-        """Give parameters, pages, groups and what is registered the content of a checkpoint."""
+        """Load a checkpoint into parameters, pages, groups and registered objects."""
         self._committer.step = source.step
         write_pages(self._table, source.fill, source.scalars)
         for group, values in zip(self._table.groups, source.hyperparameters, strict=True):
             group.hyperparameters.update(values)
         self._load(source.committed)
-        # Now: when the next step commits this one, data and random numbers are a batch ahead.
+        # Ask now: when the next step commits this step, data and random numbers are a batch ahead.
         self._committer.keep_states(self._registered.ask())
 
     def _load(self, committed: CommittedStep) -> None:
-        """Give what is registered its states; a scheduler may set hyperparameters of its own."""
+        """Load the states of registered objects. A scheduler may then set hyperparameters."""
         groups = [group.hyperparameters for group in self._table.groups]
         restored = [dict(group) for group in groups]
         try:

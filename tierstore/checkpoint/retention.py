@@ -1,7 +1,7 @@
 """Retention: removal of old checkpoints of a run, and of the leftovers of publishing.
 
-Only checkpoints that the run published are removed. A checkpoint loses its name before its
-files, so that a partly removed checkpoint does not look whole.
+Only checkpoints that the run published are removed. The name of a checkpoint is removed before its
+files. A partly removed checkpoint therefore does not look whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def temporary_prefix(name: str, run_id: str) -> str:
 
 
 def remove_leftovers(folder: Folder, run_id: str) -> None:
-    """Remove what a crash left of earlier publishing; nobody else publishes this run now."""
+    """Remove leftovers of publishing after a crash. Only this process publishes the run now."""
     pattern = re.compile(rf"{re.escape(temporary_prefix('', run_id)[1:])}[0-9a-f]{{8}}$")
     leftovers = [
         child for child in folder.children() if child.startswith(".") and pattern.search(child)
@@ -58,7 +58,7 @@ def remove_leftovers(folder: Folder, run_id: str) -> None:
 
 
 def marked_by_ranks(folder: Folder, run_id: str) -> dict[str, set[int]]:
-    """Return the ranks that have verified each checkpoint of a run, as far as marks are here."""
+    """Return for each checkpoint of a run the ranks that verified it, by the marks in it."""
     return {
         child: marked_ranks(marker, partial(folder.get, child))
         for child, marker in _published(folder, run_id).items()
@@ -74,11 +74,11 @@ def retain(
 ) -> None:
     """Remove the checkpoints that this run published, except the last ``keep_last``.
 
-    Steps that a rewind has abandoned are removed first: those for which the run has published
-    another of a later epoch and the same or an earlier number.
+    Checkpoints of abandoned steps are removed first. A step is abandoned if the run has published a
+    step of a later epoch with the same or a smaller number.
     At most one more is kept: the newest whole one besides ``newest``, which was not read yet. If
-    none is known to be whole, that of the earliest epoch and step: damage spreads from a checkpoint
-    to later ones, which link the same files. Example, with ``keep_last=1``::
+    none is known to be whole, the one of the earliest epoch and step is kept: checkpoints link the
+    same files, so damage spreads to later ones. Example, with ``keep_last=1``::
 
         beside d, newest first      kept        removed
         c, b, a; b and a whole      d, b        c, a
@@ -87,9 +87,9 @@ def retain(
     Args:
         folder: the directory above the checkpoints.
         run_id: the run.
-        newest: the checkpoint that was just published, which counts as the last one.
+        newest: the checkpoint that was just published. It counts as the last one.
         keep_last: how many to keep, at least 1.
-        marked: the ranks that have verified each checkpoint.
+        marked: checkpoint -> ranks that have verified it.
     """
     published = _published(folder, run_id)
     others = [child for child in published if child != newest]
@@ -113,9 +113,9 @@ def retain(
 
 
 def withdraw(folder: Folder, child: str, run_id: str) -> str:
-    """Give a checkpoint a temporary name, durably; return it.
+    """Give a checkpoint a temporary name, durably; return the name.
 
-    Before its files go, so that a partly removed checkpoint does not look whole.
+    Called before its files are removed: a partly removed checkpoint must not look whole.
     """
     doomed = f"{temporary_prefix(child, run_id)}{secrets.token_hex(4)}"
     folder.rename(child, doomed)
@@ -124,14 +124,14 @@ def withdraw(folder: Folder, child: str, run_id: str) -> str:
 
 
 def is_replaced(folder: Folder, child: str, run_id: str, epoch: int, step: int) -> bool:
-    """Return whether a checkpoint that the run published is of steps that it has abandoned.
+    """Return whether the run published a checkpoint of a step that it has since abandoned.
 
     Args:
         folder: the directory above the checkpoint.
-        child: its name.
+        child: the name of the checkpoint.
         run_id: the run.
         epoch: the number of rewinds before the step that is published now.
-        step: that step.
+        step: the step that is published now.
     """
     marker = _marker_of_run(folder, child, run_id)
     return (
@@ -148,13 +148,13 @@ def _others_in(folder: Folder, child: str, marker: Mapping[str, Any]) -> list[st
 
 
 def advice_on_full_disk(folder: Folder, run_id: str, step: int, nbytes: int) -> str:
-    """Return what a full disk needs, and which checkpoints of a run could go.
+    """Return text for a full disk: the bytes needed, and checkpoints of a run to remove.
 
     Args:
         folder: the directory above the checkpoints, on the full disk.
         run_id: the run.
         step: the newest durable step.
-        nbytes: about how many bytes the call needs.
+        nbytes: approximate number of bytes that the call needs.
     """
     text = (
         f"step {step} is committed and intact. The call needs about {format_bytes(nbytes)} more, "
@@ -163,20 +163,20 @@ def advice_on_full_disk(folder: Folder, run_id: str, step: int, nbytes: int) -> 
     freed = {child: _bytes_of(Path(folder.location, child)) for child in _published(folder, run_id)}
     found = sorted(freed.items(), key=lambda item: -item[1])
     if found:
-        text += ". To remove a checkpoint of the run frees: " + ", ".join(
+        text += ". Removing a checkpoint of the run frees: " + ", ".join(
             f"{folder.location}/{child}: {format_bytes(count)}" for child, count in found[:8]
         )
     return text
 
 
 def _bytes_of(directory: Path) -> int:
-    """Return the bytes on the disk of files that have no other name."""
+    """Return the bytes on the disk of files that have no other link."""
     status = (path.lstat() for path in directory.iterdir())
     return sum(512 * one.st_blocks for one in status if one.st_nlink == 1)
 
 
 def _is_abandoned(age: tuple[int, int], ages: Collection[tuple[int, int]]) -> bool:
-    """Return whether another (epoch, step) shows that the run went back to before this one."""
+    """Return whether another (epoch, step) shows that the run was rewound to before this one."""
     epoch, step = age
     return any(other[0] > epoch and other[1] <= step for other in ages)
 
@@ -189,7 +189,7 @@ def remove(folder: Folder, child: str) -> None:
 
 
 def _published(folder: Folder, run_id: str) -> dict[str, Mapping[str, Any]]:
-    """Return child -> marker, for the checkpoints that a run published here."""
+    """Return child -> marker for the checkpoints that a run published here."""
     return {
         child: marker
         for child in folder.children()
@@ -203,6 +203,6 @@ def _marker_of_run(folder: Folder, child: str, run_id: str) -> Mapping[str, Any]
         if MARKER_NAME not in folder.files(child):
             return None
         marker = parse_marker(folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
-    except TierstoreError:  # Unreadable, damaged or of another version: not removed.
+    except TierstoreError:  # Unreadable, damaged or of another version: do not remove it.
         return None
     return marker if (marker["run_id"], marker["name"]) == (run_id, child) else None

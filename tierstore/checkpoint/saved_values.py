@@ -1,8 +1,8 @@
-"""Values of a checkpoint besides masters and states: step, scalars, hyperparameters.
+"""Values of a checkpoint other than masters and states: step, scalars, hyperparameters.
 
-A checkpoint that tierstore published has these values in the manifests, another checkpoint in
-the entries that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have the names of
-``.metadata``.
+A checkpoint that tierstore published has these values in the manifests. Another checkpoint has
+them in the entries that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have the
+names of ``.metadata``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CommittedValues:
         self._entries = entries
         self._manifest = commit.manifest
         self._members: dict[str, tuple[int, str]] = {}
-        """Name of a parameter -> number of the group, name in the manifests."""
+        """Name of a parameter -> number of its group, and its name in the manifests."""
         self._scalars = commit.scalars
         for number, group in enumerate(commit.groups):
             names = entries.value(".".join((*_GROUPS, str(number), "params")))
@@ -59,7 +59,7 @@ class CommittedValues:
 
     @cached_property
     def model_prefixes(self) -> Sequence[str]:
-        """The prefix of the names of parameters that was given to checkpoint(model_prefix=)."""
+        """The prefix of the names of parameters, as passed to checkpoint(model_prefix=)."""
         name = next(iter(self._members), None)
         for key in self._entries.keys if name is not None else ():
             *outer, last = self._entries.path_of(key)
@@ -68,11 +68,11 @@ class CommittedValues:
         return ["model."]
 
     def step(self, counts: Sequence[float]) -> int:
-        """Return the step that was committed; ``counts`` is for other checkpoints."""
+        """Return the committed step. Only other checkpoints use ``counts``."""
         return self._manifest.step
 
     def has_scalars(self, name: str) -> bool:
-        """Return whether a parameter had scalars; not, for example, before its first gradient."""
+        """Return whether a parameter had scalars; False, for example, before its first gradient."""
         return name in self._members and self._members[name][1] in self._scalars
 
     def was_stepped(self, name: str) -> bool:
@@ -91,7 +91,7 @@ class CommittedValues:
         try:
             _, member = self._members[name]
             saved = self._scalars[member]
-            # A commit of a rule that counts steps has none of these.
+            # A commit of a rule that counts steps does not have STEPPED.
             return float(saved.get(STEPPED, 1.0) if scalar == STEPPED else saved[scalar])
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -99,7 +99,7 @@ class CommittedValues:
             ) from error
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return the hyperparameters of the group of a parameter; empty if it has none."""
+        """Return the hyperparameters of the group of a parameter; empty without a group."""
         if name not in self._members:
             return {}
         number, _ = self._members[name]
@@ -123,10 +123,10 @@ class StockValues:
         self._entries = entries
         self._of_number: dict[int, dict[str, Any]] = {}
         self.taken = set[str]()
-        """Keys of groups that scalar() has found the scalars of parameters under."""
+        """Keys of groups under which scalar() has found scalars of parameters."""
 
     def step(self, counts: Sequence[float]) -> int:
-        """Return the largest step count of any parameter or group; 0 if there is no step count.
+        """Return the largest step count of any parameter or group; 0 without step counts.
 
         Raises:
             CheckpointError: the number cannot be a step.
@@ -140,20 +140,20 @@ class StockValues:
         return int(step)
 
     def has_scalars(self, name: str) -> bool:
-        """Return True: an optimizer of PyTorch that has states of a parameter has its scalars."""
+        """Return True: a PyTorch optimizer with states of a parameter also has its scalars."""
         return True
 
     def was_stepped(self, name: str) -> bool:
-        """Return whether a parameter has states; False only if it is in a param group.
+        """Return False if a parameter is in a param group and has no states.
 
-        A parameter that never had a gradient has none.
+        A parameter that never had a gradient has no states.
         """
         return name in self._stepped or not (name in self._of_parameter or name in self._number)
 
     def scalar(self, name: str, scalar: str) -> float:
         """Return a scalar of a parameter; see CommittedValues.
 
-        It may be one for the whole group, as the step is for FusedAdam.
+        The whole group may share one scalar, such as the step of FusedAdam.
         """
         if not self.was_stepped(name) or scalar == STEPPED:
             return float(self.was_stepped(name))
@@ -168,10 +168,10 @@ class StockValues:
         return number
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return the hyperparameters of the group of a parameter, else those under its own name.
+        """Return the hyperparameters of a parameter's group, or the ones under its own name.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the hyperparameters cannot be read.
         """
         number = self._number.get(name)
         if number is None:
@@ -205,13 +205,13 @@ class StockValues:
 
     @cached_property
     def _paths(self) -> dict[EntryPath, str]:
-        """Path -> key, of all hyperparameters."""
+        """Path -> key for all hyperparameters."""
         keys = (key for key in self._entries.keys if key.startswith(".".join((*_GROUPS, ""))))
         return {self._entries.path_of(key): key for key in keys}
 
     @cached_property
     def _of_parameter(self) -> dict[str, dict[EntryPath, str]]:
-        """Name -> path from the key on -> key; for ``optimizer.param_groups.<name>.<key>``."""
+        """Name -> rest of the path -> key, for ``optimizer.param_groups.<name>.<key>``."""
         found: dict[str, dict[EntryPath, str]] = defaultdict(dict)
         for path, key in self._paths.items():
             head = ".".join(map(str, path[:2])).removeprefix(".".join((*_GROUPS, "")))
@@ -222,7 +222,7 @@ class StockValues:
 
     @cached_property
     def _in_one_value(self) -> Sequence[dict[str, Any]]:
-        """All groups, where they are one value, as torch saved them until 2.3."""
+        """All groups, if they are one value. torch saved them so until 2.3."""
         key = ".".join(_GROUPS)
         value = self._entries.value(key) if key in self._entries.keys else None
         groups = value if isinstance(value, list) else []
@@ -252,7 +252,7 @@ def parameter_of(key: str, path: EntryPath) -> str:
 
     Args:
         key: "optimizer.state." with the name and the state.
-        path: of the key.
+        path: path of the key.
     """
     if path[:2] == ("optimizer", "state") and len(path) > 3:
         return str(path[2])

@@ -12,14 +12,14 @@ Paths = Mapping[str, EntryPath]
 """Key -> path of the value."""
 
 TRAINER = ("lr_scheduler", "dataloader", "train_state")
-"""Keys of further values of a trainer, which are not of the model or its optimizer."""
+"""Keys of values of a trainer that do not belong to the model or its optimizer."""
 MODELS = ("model", "model_state_dict", "state_dict", "net", "module")
 """Usual keys of the state dict of a model."""
 MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "moment1", "moment2"}
     | {"square_avg", "acc_delta", "grad_avg", "sum", "prev", "step_size", "ax"}
 )
-"""Names of states, of the shape of their parameter, that tell an optimizer."""
+"""Names of states with the shape of their parameter. They identify an optimizer."""
 
 
 def path_text(path: EntryPath) -> str:
@@ -30,21 +30,21 @@ def path_text(path: EntryPath) -> str:
 def at_top(paths: Paths, tensors: Collection[str], where: Path) -> Paths:
     """Return paths with the model under "model" and the optimizer under "optimizer".
 
-    Programs also have other names for them, and both at inner paths, as ``app`` of an AppState.
-    A model is found by its usual names. An optimizer is what has param groups, or moments of
-    parameters under "state", whatever its name is.
+    Programs may use other names, and inner paths, such as ``app`` of an AppState. A model is found
+    by its usual names. A state dict is an optimizer if it has param groups, or moments of
+    parameters under "state". Its name does not matter.
 
     Example: the keys ``app.net.w``, ``app.opt.state.w.exp_avg`` and ``app.opt.param_groups.0.lr``
     get the paths of ``model.w``, ``optimizer.state.w.exp_avg`` and ``optimizer.param_groups.0.lr``.
 
     Args:
-        paths: key -> path of all values.
+        paths: key -> path, for all values.
         tensors: the keys of tensors.
         where: the directory, for messages.
 
     Raises:
-        CheckpointError: there are several models or optimizers, or moments outside of a state
-            dict of an optimizer.
+        CheckpointError: the checkpoint has several models or optimizers, or moments outside of a
+            state dict of an optimizer.
     """
     optimizers = _optimizers(paths)
     is_bare = any(
@@ -55,9 +55,7 @@ def at_top(paths: Paths, tensors: Collection[str], where: Path) -> Paths:
     renamed: dict[str, str] = {}
     for found, name in ((models, "model"), (optimizers, "optimizer")):
         if name not in found and len(found) > 1:
-            raise CheckpointError(
-                f"{where} has several of a kind, {sorted(found)}: save one {name}"
-            )
+            raise CheckpointError(f"{where} has several {name}s, {sorted(found)}: save one {name}")
         if name not in found:
             renamed |= dict.fromkeys(found, name)
     _refuse_stray_moments(paths, tensors, optimizers, where)
@@ -101,9 +99,9 @@ def _of_any(key: str, heads: Iterable[str]) -> bool:
 def _refuse_stray_moments(
     paths: Paths, tensors: Collection[str], optimizers: Collection[str], where: Path
 ) -> None:
-    """Refuse tensors with the name of a moment of a weight that are in no optimizer.
+    """Refuse tensors that have the name of a moment of a weight and are in no optimizer.
 
-    Without this check, such an optimizer would count as none.
+    Without this check, such an optimizer would be overlooked.
     """
     texts = {path_text(paths[key]) for key in tensors}
     weights = {text for text in texts if text.rpartition(".")[2] not in MOMENTS}
@@ -116,7 +114,7 @@ def _refuse_stray_moments(
             raise CheckpointError(
                 f"{where} has {text!r}, a moment of a weight outside of a state dict of an "
                 "optimizer: save the optimizer with get_state_dict() of "
-                "torch.distributed.checkpoint.state_dict, which has it under 'state'"
+                "torch.distributed.checkpoint.state_dict, which puts it under 'state'"
             )
 
 
@@ -124,7 +122,7 @@ def _moved(path: EntryPath, renamed: Mapping[str, str]) -> EntryPath:
     """Return a path with another head.
 
     Args:
-        path: the path. Its first part may have the whole key, as without a planner of DCP.
+        path: the path. Without a planner of DCP, its first part is the whole key.
         renamed: key of a head -> its new name.
     """
     for head, name in renamed.items():

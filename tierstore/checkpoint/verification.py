@@ -1,8 +1,8 @@
 """Verification of published checkpoints in the background.
 
 A checkpoint is *whole* when every byte of its files was read after the last write and matched its
-checksum, on all ranks. A rank that has read its files puts a mark into the checkpoint, by which
-retention knows which checkpoints are whole.
+checksum, on all ranks. A rank that has read its files puts a mark into the checkpoint. Retention
+finds whole checkpoints by these marks.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = logging.getLogger("tierstore")
 _PIECE_BYTES = 2**20
 
 _MOVED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
-"""Errors of a file whose directory is no longer where it was published."""
+"""Errors of a file whose directory was moved or removed after publishing."""
 
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
-"""Errors of a disk that lacks the bytes of a file, or of a filesystem that finds them wrong."""
+"""Errors of a disk that cannot read bytes of a file, or of a filesystem that finds them wrong."""
 
 
 class Verifier:
-    """Reads the checkpoints that one rank has published, one at a time, on a thread of its own.
+    """Reads the checkpoints that one rank has published, one at a time, on a separate thread.
 
-    Its methods are called by one thread.
+    One thread calls the methods.
     """
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ class Verifier:
         self._verification: Result[None] | None = None
         self._forgotten: Result[None] | None = None
         self._cancelled = False
-        self._page: CommittedPage | None = None  # The thread reads its file.
+        self._page: CommittedPage | None = None  # The page whose file the thread reads.
 
     def start(self) -> None:
-        """Start the thread and allocate its buffer, unless that was done.
+        """Start the thread and allocate its buffer, unless this was done before.
 
         Raises:
             ThreadError: the system starts no further thread.
             BudgetError: the machine has not enough memory.
         """
         if self._thread is None:
-            # Not closed: after an error a traceback may still refer to it.
+            # Do not close it: after an error a traceback may still refer to it.
             self._buffer = memoryview(map_memory(_PIECE_BYTES))
             self._thread = Threads(1, "tierstore-verify")
 
@@ -79,19 +79,19 @@ class Verifier:
     ) -> None:
         """Begin to verify a checkpoint, once it is published. Call start() and wait() first.
 
-        A checkpoint is not marked, and nothing is raised, if it was moved or removed meanwhile, if
-        this process cannot open its files, or if it is damaged in a file that the run does not
-        also have.
+        In these cases a checkpoint is not marked and no error is raised: it was moved or removed
+        meanwhile, this process cannot open its files, or only files that the run does not have are
+        damaged.
 
         Args:
             page_files: the page files of this rank.
             publication: the checkpoint.
-            is_in_run: returns whether the committed step has the same file of a page; called on
+            is_in_run: returns whether the committed step uses the same file of a page. Called on
                 the thread.
         """
         assert self._thread is not None, "start() comes first"
         path = Path(publication.path).absolute()
-        try:  # Now: later there may be another directory at this path, or none, which is made.
+        try:  # Open it now: the path may later name another directory, or would be created.
             folder = page_files.storage.folder(str(path.parent))
         except (StorageError, RunDirectoryError) as error:
             logger.warning("the checkpoint %s is not verified: %s", path, error)
@@ -101,22 +101,22 @@ class Verifier:
         )
 
     def check(self) -> None:
-        """Raise what the last verification has found, if it has ended.
+        """Raise the damage that the last verification has found, if it has ended.
 
         Raises:
-            CorruptionError, StorageError: as wait().
+            CorruptionError, StorageError: as in wait().
         """
         if self._verification is not None and self._verification.is_set:
             self.wait()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the last verification has ended, and raise what it has found, once.
+        """Block until the last verification has ended. Raise the damage that it found, once.
 
         Returns:
-            False if it goes on after ``timeout_s``.
+            False if it is still running after ``timeout_s``.
 
         Raises:
-            CorruptionError: a page file, which the run has, too, is not what was committed.
+            CorruptionError: a page file that the run also has is not what was committed.
             StorageError: such a page file cannot be read.
         """
         verification = self._verification
@@ -130,7 +130,7 @@ class Verifier:
         return True
 
     def forget(self) -> None:
-        """Drop what the last verification finds: the run has other files now."""
+        """Discard the result of the last verification: the run now has other files."""
         self._forgotten = self._verification
 
     def cancel(self) -> None:
@@ -151,7 +151,7 @@ class Verifier:
         child: str,
         is_in_run: Callable[[CommittedPage], bool],
     ) -> None:
-        """Read the files of this rank and mark the checkpoint; runs on the thread."""
+        """Read the files of this rank and mark the checkpoint. Runs on the thread."""
         try:
             publication.settle()
             if publication.outcome.error is None:
@@ -170,7 +170,7 @@ class Verifier:
         where: str,
         is_in_run: Callable[[CommittedPage], bool],
     ) -> None:
-        """Log what was found in the checkpoint ``where``; raise it if the run has it, too."""
+        """Log an error in the checkpoint ``where``. Raise it if the run has the same damage."""
         if isinstance(error, StorageError) and error.errno in _MOVED:
             text = "the checkpoint %s was moved or removed before all of it was verified: %s"
             logger.warning(text, where, error)
@@ -178,13 +178,13 @@ class Verifier:
             logger.warning("the checkpoint %s is not verified: %s", where, error)
         elif self._page is None or not is_in_run(self._page):
             logger.error(
-                "the checkpoint %s is damaged, and the run is not: remove the checkpoint, and look "
-                "at its disk: %s",
+                "the checkpoint %s is damaged, but the run is not: remove the checkpoint and check "
+                "its disk: %s",
                 where,
                 error,
             )
         else:
-            # The program may make no further call.
+            # Log it: the program may make no further call.
             logger.error("the checkpoint %s is not whole: %s", where, error)
             raise error
 
@@ -203,9 +203,9 @@ class Verifier:
             if fault is not None:
                 raise CorruptionError(
                     f"{where}/{published_page(rank, self._page.number)}: {fault}. The checkpoint "
-                    "is damaged, and so is the run, which has the same file: begin a new run with "
-                    "restore(checkpoint=PATH) from the newest checkpoint that `tierstore verify` "
-                    "finds good"
+                    "and the run share this file, so both are damaged: begin a new run with "
+                    "restore(checkpoint=PATH) from the newest checkpoint in which `tierstore "
+                    "verify` finds no fault"
                 )
         self._page = None
         names = [published_manifest(rank), published_layout(rank)]
@@ -218,7 +218,7 @@ class Verifier:
         return True
 
     def _page_fault(self, page: CommittedPage, folder: Folder, child: str, name: str) -> str | None:
-        """Return the fault of a page file in words; None if it has none, or if close() came."""
+        """Return text for the fault of a page file; None without a fault, or after close()."""
         for index, block in enumerate(page.layout.blocks):
             if self._cancelled:
                 return None
@@ -231,14 +231,14 @@ class Verifier:
         return None
 
     def _pieces(self, folder: Folder, child: str, name: str, block: Extent) -> Iterator[memoryview]:
-        """Read a block, a piece at a time into the one buffer; less of it if the file ends."""
+        """Read a block in pieces into the single buffer. Stops early if the file ends."""
         end = block.offset + block.nbytes
         for offset in range(block.offset, end, _PIECE_BYTES):
             piece = self._buffer[: min(_PIECE_BYTES, end - offset)]
             yield piece[: folder.read(child, name, offset, piece)]
 
     def _digest(self, folder: Folder, child: str, name: str) -> tuple[int, str]:
-        """Return the length and the checksum of a file; of a part of it if close() came first."""
+        """Return the length and the checksum of a file; of a part of the file after close()."""
         found, nbytes = xxhash.xxh3_128(), 0
         while not self._cancelled:
             count = folder.read(child, name, nbytes, self._buffer)
@@ -250,7 +250,7 @@ class Verifier:
 
 
 def _close(folder: Folder) -> None:
-    """Close a folder; log an error, since everything in it is done."""
+    """Close a folder. Log an error instead of raising it: all work in the folder is done."""
     try:
         folder.close()
     except StorageError as error:
@@ -258,14 +258,14 @@ def _close(folder: Folder) -> None:
 
 
 def _mark(page_files: PageLinks, folder: Folder, child: str) -> None:
-    """Put the mark of this rank into a checkpoint; log an error, since only the mark is missing."""
+    """Put the mark of this rank into a checkpoint. Log an error: only the mark is then missing."""
     manifest = page_files.commit.manifest
     try:
         folder.put(child, published_mark(manifest.rank), mark_of(manifest))
         folder.sync(child)
     except StorageError as error:
         logger.warning(
-            "%s/%s is whole and cannot be marked, so keep_last does not count on it: %s",
+            "%s/%s is whole but cannot be marked, so keep_last does not rely on it: %s",
             folder.location,
             child,
             error,

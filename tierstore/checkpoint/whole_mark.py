@@ -45,7 +45,7 @@ def marked_ranks(marker: Mapping[str, Any], get: Callable[[str], bytes]) -> set[
 
 
 def is_marked_whole(marker: Mapping[str, Any] | None, get: Callable[[str], bytes]) -> bool:
-    """Return whether all ranks have verified a published checkpoint, as far as marks say.
+    """Return whether all ranks have verified a published checkpoint, according to its marks.
 
     Args:
         marker: the content of tierstore.json; None if it cannot be read.
@@ -55,7 +55,7 @@ def is_marked_whole(marker: Mapping[str, Any] | None, get: Callable[[str], bytes
 
 
 def _manifest_in(data: bytes, where: str) -> str:
-    """Return the XXH3-128 of the published manifest that a mark is about.
+    """Return the XXH3-128 of the published manifest that a mark refers to.
 
     Raises:
         CorruptionError: the mark is not what was written.

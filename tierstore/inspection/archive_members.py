@@ -1,4 +1,4 @@
-"""Members of zip archives, whose data is read in place."""
+"""Positions of the members of zip archives in a file. Their data is read in place."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def member_start(file: File, entry: zipfile.ZipInfo, begin: int, end: int) -> in
         file: the file.
         entry: the member.
         begin: the byte at which the archive begins.
-        end: the byte at which it ends.
+        end: the byte at which the archive ends.
 
     Raises:
-        CorruptionError: what is in front of the data is not the header of this member, or the
-            data is not within the archive.
+        CorruptionError: the data does not follow the header of this member, or is not within the
+            archive.
     """
     name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
     header = file.read(begin + entry.header_offset, 30 + len(name))
-    # The extra field may be longer in front of the data than in the list of members.
+    # The extra field may be longer in this header than in the list of members.
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     if header[:4] != b"PK\3\4" or (name_length, header[30:]) != (len(name), name):
         raise CorruptionError(f"has no header of its member {entry.filename!r} where it should be")

@@ -1,4 +1,4 @@
-"""Check of the pages that some commits name."""
+"""Check of the pages that commits name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def pages_to_check(
 
     Args:
         reader: of the run or checkpoint.
-        commits: one commit of some ranks.
-        path_of: returns the path of a page of a rank; None in a directory that cannot be read.
+        commits: the same commit of some ranks.
+        path_of: returns the path of a page of a rank; None if its directory cannot be read.
     """
     found = []
     for commit in commits:

@@ -14,7 +14,7 @@ from tierstore.run.commit import Commit
 def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str]:
     """Yield the faults of chunks that should cover a tensor of this shape exactly once.
 
-    Chunks without elements are ignored. Takes O(n * m) steps for n chunks, of which at most m
+    Chunks without elements are ignored. Takes O(n * m) steps for n chunks if at most m of them
     overlap along the dimension of the sweep.
     """
     chunks = [chunk for chunk in chunks if chunk.numel > 0]
@@ -37,8 +37,8 @@ def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str
 def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Return two chunks that have an element in common, or None.
 
-    Sweeps along the dimension in which the chunks have most different offsets, and compares a
-    chunk with the chunks that have not ended at its offset.
+    Sweeps along the dimension with the most different offsets. Compares each chunk with the chunks
+    that have not ended at its offset.
     """
     if len(chunks) < 2:
         return None
@@ -80,8 +80,8 @@ def coverage_faults(commits: Sequence[Commit]) -> Iterator[Fault]:
     """Yield the faults of the chunks that the ranks committed together.
 
     Args:
-        commits: the whole commits of one revision. If a rank is absent, which the caller
-            records, nothing is compared.
+        commits: the whole commits of one revision. If a rank is absent, nothing is compared: the
+            caller records the absence.
     """
     if not commits or len(commits) != commits[0].manifest.world_size:
         return
@@ -92,7 +92,7 @@ def coverage_faults(commits: Sequence[Commit]) -> Iterator[Fault]:
         if other.layout.groups != first.layout.groups:
             differing.append("groups")
         if differing:
-            what = f"has other {differing[0]} than rank {one.rank}"
+            what = f"has different {differing[0]} than rank {one.rank}"
             yield Fault(f"the commit of rank {two.rank}", what)
             return
     chunks: dict[str, list[Chunk]] = defaultdict(list)

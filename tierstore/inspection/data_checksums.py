@@ -1,4 +1,4 @@
-"""CRC-32 of ranges of files, compared with what is read of them, in any order and only once."""
+"""CRC-32 of ranges of files. The bytes are read in any order, and only once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tierstore.errors import CorruptionError
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, without x^32, bit-reflected: the highest bit is x^0."""
+"""The polynomial of CRC-32 without x^32, bit-reflected: the highest bit is x^0."""
 _ONE = 1 << 31
 _READ_BYTES = 8 * 2**20
 
@@ -21,7 +21,7 @@ ReadInto = Callable[[memoryview, int], None]
 
 
 class DataChecksums:
-    """The checksums of ranges of one file. Several threads may add what they read."""
+    """The checksums of ranges of one file. Several threads may add bytes that they read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class DataChecksums:
             insort(self._starts, start)
 
     def add(self, offset: int, data: memoryview) -> None:
-        """Add bytes that were read at an offset; those that were added before do not count."""
+        """Add bytes that were read at an offset. Bytes that were added before are ignored."""
         for found in self._overlapping(offset, offset + len(data)):
             with self._lock:
                 claimed = found.claim(offset, offset + len(data))
@@ -52,15 +52,15 @@ class DataChecksums:
                 found.crcs[begin] = zlib.crc32(data[begin - offset : end - offset])
 
     def need(self, offset: int, nbytes: int) -> None:
-        """State that other code reads these bytes: compare() reads them, too."""
+        """State that other code reads these bytes. compare() then also reads them."""
         for found in self._overlapping(offset, offset + nbytes):
             found.is_needed = True
 
     def compare(self, read_into: ReadInto) -> None:
-        """Compare every range that is needed, or of which something was added.
+        """Compare every range that is needed or that has added bytes.
 
         Args:
-            read_into: reads what was not added of these ranges.
+            read_into: reads the bytes of these ranges that were not added.
 
         Raises:
             CorruptionError: a range is not what was written, or cannot be read.
@@ -80,7 +80,7 @@ class DataChecksums:
                 )
 
     def _overlapping(self, begin: int, end: int) -> Iterator[_Range]:
-        """Yield the ranges that have some of the bytes from ``begin`` to ``end``."""
+        """Yield the ranges that overlap the bytes from ``begin`` to ``end``."""
         number = max(bisect_left(self._starts, begin) - 1, 0)
         while number < len(self._starts) and self._starts[number] < end:
             found = self._ranges[self._starts[number]]
@@ -91,19 +91,19 @@ class DataChecksums:
 
 @dataclass(slots=True)
 class _Range:
-    """A range with a checksum, and what was read of it."""
+    """A range with a checksum, and the parts that were read."""
 
     start: int
     end: int
     crc: int
     claimed: list[tuple[int, int]] = field(default_factory=list)
-    """First byte and end of what was read, or is being added, in order and without overlap."""
+    """First byte and end of each part that was read or is being added, in order, no overlap."""
     crcs: dict[int, int] = field(default_factory=dict)
-    """First byte of something that was read -> its CRC-32."""
+    """First byte of a part that was read -> its CRC-32."""
     is_needed: bool = False
 
     def claim(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Claim the parts between two bytes that nobody has claimed; return them."""
+        """Claim the unclaimed parts between two bytes; return these parts."""
         begin, end = max(begin, self.start), min(end, self.end)
         number = max(bisect_left(self.claimed, (begin, begin)) - 1, 0)
         found = []
@@ -131,14 +131,14 @@ def _crc_of(read_into: ReadInto, begin: int, end: int) -> int:
 
 
 def combined_crc32(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of data, given those of its first part and of the rest.
+    """Return the CRC-32 of data, given the CRC-32 of its first part and of the rest.
 
-    The first one is multiplied with x^(8 * nbytes), as the rest would have moved it.
+    Multiplies ``first`` by x^(8 * nbytes), which has the same effect as reading the rest.
 
     Args:
-        first: of the first part; 0 if it is empty.
-        second: of the rest.
-        nbytes: of the rest.
+        first: CRC-32 of the first part; 0 if it is empty.
+        second: CRC-32 of the rest.
+        nbytes: number of bytes of the rest.
     """
     return _product(_power(nbytes), first) ^ second
 

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a checkpoint, read without running anything of it."""
+"""The ``.metadata`` of a checkpoint, read without running code from it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tierstore.inspection.safe_pickle import load_pickle
 def read_metadata(data: bytes, where: str) -> Metadata:
     """Return the ``Metadata`` in the ``.metadata`` of a checkpoint.
 
-    Every tensor has a dtype, a size and chunks of as many dimensions, every storage entry a path
-    and a range of bytes. It is not checked that these fit the files.
+    Checks that every tensor has a dtype, a size and chunks of as many dimensions, and that every
+    storage entry has a path and a range of bytes. Does not check that these fit the files.
 
     Args:
         data: the content of the file.
         where: the name of the file in errors.
 
     Raises:
-        CorruptionError: it is damaged, or has content that is not in a stock checkpoint.
+        CorruptionError: the file is damaged, or has content that is not in a stock checkpoint.
     """
     try:
         value: Metadata = load_pickle(io.BytesIO(data), len(data), stand_ins=False)

@@ -1,4 +1,4 @@
-"""The kind of a directory, by the names in it: a run, or a checkpoint."""
+"""The kind of a directory, by the names in it: a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def is_unfinished(root: Path) -> bool:
 
 
 def kind_of(root: Path) -> str:
-    """Return "run", "checkpoint", or "plain checkpoint": one that tierstore did not publish.
+    """Return "run", "checkpoint", or "plain checkpoint" if tierstore did not publish it.
 
     Raises:
-        CheckpointError: it is neither a run nor a checkpoint; the message says what it is.
+        CheckpointError: the directory is neither a run nor a checkpoint; the message says what
+            it is.
     """
     with storage_errors("list", root), Reader(root).permission_errors(root):
         try:
@@ -39,8 +40,8 @@ def kind_of(root: Path) -> str:
             ) from error
     if is_unfinished(root):
         raise CheckpointError(
-            f"{root} is a checkpoint that was not finished, because publishing it was stopped: "
-            "publish again, which removes it"
+            f"{root} is an unfinished checkpoint, because publishing was stopped: publish again. "
+            "Publishing removes it"
         )
     if {MARKER_NAME, published_manifest(0)} & names:
         return "checkpoint"
@@ -54,8 +55,8 @@ def kind_of(root: Path) -> str:
         )
     if any(name.endswith(".distcp") for name in names):
         raise CheckpointError(
-            f"{root} is a checkpoint that was not finished: its {METADATA_NAME}, which is written "
-            "last, is missing. Take the checkpoint before it"
+            f"{root} is an unfinished checkpoint: its {METADATA_NAME} is missing, which is written "
+            "last. Use the checkpoint before it"
         )
     raise CheckpointError(
         f"{root} holds neither a run (rank-00000/) nor a checkpoint ({METADATA_NAME})"

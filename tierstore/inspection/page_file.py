@@ -28,7 +28,7 @@ def check_page(reader: Reader, name: str, page: CommittedPage) -> None:
 
 
 def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> None:
-    """Record the blocks that cannot be read or have another checksum."""
+    """Record the blocks that cannot be read or whose checksum differs."""
     blocks = page.layout.blocks
     unreadable: list[str] = []
     changed: list[str] = []
@@ -52,7 +52,7 @@ def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> None:
 
 
 def _affected(layout: PageLayout, block: Extent) -> str:
-    """Return the names of the records in a block, in words."""
+    """Return text that names the records in a block."""
     end = block.offset + block.nbytes
     records = [
         f"{record.state} of {record.parameter.name}"

@@ -1,7 +1,7 @@
 """Reading of untrusted files: links are not followed, and nothing is changed.
 
-A name cannot lead out of the directory, except into directories that were allowed. A fault of
-one file is recorded, and the next file is read.
+A name cannot lead out of the directory, except into allowed directories. The fault of a file is
+recorded, and the next file is read.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class File:
         self.nbytes = os.fstat(fd).st_size
 
     def drop_cached(self) -> None:
-        """Make the next reads come from the disk, not from the page cache."""
+        """Drop cached pages, so that the next reads come from the disk."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def stream(self) -> BinaryIO:
-        """Return the file as a stream of its own."""
+        """Return a separate stream of the file."""
         return open(os.dup(self._fd), "rb")
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` with the bytes from ``offset`` on.
 
         Raises:
-            CorruptionError: the disk fails, or the file ends before them.
+            CorruptionError: the disk fails, or the file ends before these bytes.
         """
         done = 0
         while done < len(buffer):
@@ -87,7 +87,7 @@ class File:
             checksums.add(offset, buffer)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return some bytes; errors as in read_into()."""
+        """Return the bytes from ``offset`` on; errors as in read_into()."""
         data = bytearray(nbytes)
         self.read_into(memoryview(data), offset)
         return bytes(data)
@@ -104,7 +104,7 @@ class Reader:
 
     Args:
         root: the directory.
-        on_progress: called with the number of bytes that were read, and of all bytes to read.
+        on_progress: called with the bytes read so far and the bytes to read in total.
         rank: number of this reader among the readers that share the work.
         world_size: number of readers.
         collect_checksums: whether the checksums of data are kept for compare_checksums().
@@ -130,13 +130,13 @@ class Reader:
         """Names of the files that were opened."""
         self._allowed: set[str] = set()
         self.bytes_done = 0
-        """Bytes that were read or given up, of the bytes that expect() announced."""
+        """Bytes announced by expect() that were read or skipped."""
         self._bytes_total = 0
         self._on_progress = on_progress
         self._turns = itertools.cycle(number == rank for number in range(world_size))
 
     def takes_next(self) -> bool:
-        """Return whether this reader takes the next item; items are dealt in turn."""
+        """Return whether this reader takes the next item. The readers take turns."""
         return next(self._turns)
 
     @cached_property
@@ -159,15 +159,15 @@ class Reader:
             self._on_progress(self.bytes_done, self._bytes_total)
 
     def expect_data(self, name: str, start: int, nbytes: int, crc: int) -> None:
-        """State the CRC-32 of data that is compared if File.read_data_into() reads some of it."""
+        """State the CRC-32 of data. It is compared if File.read_data_into() reads any of it."""
         if self._collect_checksums:
             self.checksums.setdefault(name, DataChecksums()).expect(start, nbytes, crc)
 
     def compare_checksums(self) -> None:
-        """Compare the checksums of all data of which something was read, reading the rest of it.
+        """Compare the checksums of all data that was read in part. Reads the rest of this data.
 
         Raises:
-            CorruptionError: some of it is not what was written.
+            CorruptionError: some data is not what was written.
             StorageError: a file cannot be opened.
         """
         for name, checksums in self.checksums.items():
@@ -191,7 +191,7 @@ class Reader:
         """Record a CorruptionError or OSError of the block as a fault.
 
         Raises:
-            CheckpointError: this user may not read it.
+            CheckpointError: this user may not read the file.
         """
         try:
             yield
@@ -204,8 +204,8 @@ class Reader:
         """Allow open() to read files of another directory.
 
         Raises:
-            CorruptionError: it is absent, a link, or not an absolute path.
-            CheckpointError: this user may not read it.
+            CorruptionError: the directory is absent, a link, or not an absolute path.
+            CheckpointError: this user may not read the directory.
         """
         if not directory.startswith("/") or "\0" in directory:
             raise CorruptionError("is not an absolute path")
@@ -220,11 +220,12 @@ class Reader:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[File]:
-        """Open a file by its path below the directory, or in full in a directory of allow().
+        """Open a file by its path below the directory, or by its full path if allow() permits it.
 
         Raises:
-            CorruptionError: it is absent, a link or not a file, or its name leads elsewhere.
-            CheckpointError: this user may not read it.
+            CorruptionError: the file is absent, a link, or not a regular file, or its name leads
+                out of the directory.
+            CheckpointError: this user may not read the file.
             OSError: the disk refuses.
         """
         directory, _, last = name.rpartition("/")
@@ -270,7 +271,7 @@ class Reader:
         """Return ``parse(content, name)`` of a sealed file.
 
         Raises:
-            CorruptionError: it is damaged or of another version; or as in open().
+            CorruptionError: the file is damaged or of another version; or as in open().
             CheckpointError, OSError: as in open().
         """
         data = self.get(name)
@@ -283,10 +284,10 @@ class Reader:
             raise CorruptionError(what) from error
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the names in the directory, or in a folder of it, sorted.
+        """Return the sorted names in the directory, or in a folder in it.
 
         Raises:
-            CheckpointError: this user may not read it.
+            CheckpointError: this user may not read the directory.
             OSError: the disk refuses.
         """
         with self.permission_errors(self.root / folder):
@@ -294,7 +295,7 @@ class Reader:
 
     @contextlib.contextmanager
     def permission_errors(self, path: Path) -> Iterator[None]:
-        """Turn a lack of permission in the block into CheckpointError."""
+        """Convert a PermissionError in the block to CheckpointError."""
         try:
             yield
         except OSError as error:
@@ -313,4 +314,4 @@ class Fault:
     place: str
     """The file, relative to the directory that was checked, or the key of ``.metadata``."""
     what: str
-    """The fault, in words that follow the name."""
+    """The fault, as text that follows ``place``."""

@@ -1,4 +1,4 @@
-"""Reading of the commits of a run or a checkpoint, without a store and without any change."""
+"""Reader of the commits of a run or a checkpoint. It needs no store and changes nothing."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tierstore.storage.checks import LOCK_NAME
 from tierstore.storage.paths import NO_LOCKS, OPEN_FLAGS
 
 _STATE_BYTES_MAX = 2**50
-"""A larger number of bytes is damage: no state has as many."""
+"""A larger number of bytes is damage: no state is as large."""
 
 RANKS_MAX = 10**5
 """A larger number of ranks is damage."""
 
 _NAMES_MAX = 8
-"""How many missing ranks a fault names."""
+"""Most missing ranks that a fault names."""
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class Rank:
     folder: str
     identity: RunIdentity | None = None
     manifests: dict[Revision, Manifest] = field(default_factory=dict)
-    """Revision -> manifest, of the manifests that are whole."""
+    """Revision -> manifest, for each whole manifest."""
     names: Sequence[str] = ()
-    """Names of everything in the folder."""
+    """All names in the folder."""
     striping: Striping | None = None
-    """The striping of the pages over several directories, if there is one."""
+    """The striping of the pages over several directories; None for one directory."""
     page_folders: Sequence[str | None] = ()
     """The folder of each page of one round; None for a folder that cannot be read."""
 
@@ -72,12 +72,12 @@ class Rank:
 
     @property
     def holds_run(self) -> bool:
-        """True if the folder holds a run; a job that was refused may leave an empty folder."""
+        """True if the folder holds a run. A refused job may leave an empty folder."""
         return IDENTITY_NAME in self.names or bool(self.commits)
 
 
 def read_ranks(reader: Reader) -> list[Rank]:
-    """Return the content of the folder of each rank of a run; record every file with a fault.
+    """Return the content of each rank's folder of a run; record the faults of files.
 
     Raises:
         CheckpointError: the directory is not the first of a run; the message names the first.
@@ -99,7 +99,7 @@ def read_ranks(reader: Reader) -> list[Rank]:
             ranks.append(rank)
     world_sizes = [rank.identity.world_size for rank in ranks if rank.identity]
     world_size = max(world_sizes, default=len(ranks))
-    # All ranks hold the run before one of them commits: an empty folder is then a missing rank.
+    # All ranks hold the run before a rank commits, so an empty folder then is a missing rank.
     has_commits = any(rank.commits for rank in ranks)
     return [
         rank for rank in ranks if rank.holds_run or (rank.rank < world_size and not has_commits)
@@ -107,7 +107,7 @@ def read_ranks(reader: Reader) -> list[Rank]:
 
 
 def missing_ranks(ranks: Sequence[Rank]) -> Fault | None:
-    """Return one fault that names all absent ranks of a run, of which read_ranks() found some."""
+    """Return one fault that names all absent ranks of a run, given the ranks that were found."""
     world_size = max((rank.identity.world_size for rank in ranks if rank.identity), default=1)
     present = {rank.rank for rank in ranks}
     absent = [rank for rank in range(min(world_size, RANKS_MAX)) if rank not in present]
@@ -123,7 +123,7 @@ def missing_ranks(ranks: Sequence[Rank]) -> Fault | None:
 
 
 def _read_striping(reader: Reader, rank: Rank) -> None:
-    """Find the folders that the pages of a rank are striped over, and allow reads of them."""
+    """Find the folders that hold the striped pages of a rank, and allow reads from them."""
     path = f"{rank.folder}/{STRIPING_NAME}"
     rank.page_folders = [None]
     with reader.record_faults(path):
@@ -179,7 +179,7 @@ def _read_rank(reader: Reader, rank: Rank) -> None:
 
 
 def read_commits(reader: Reader, layouts: Mapping[str, Manifest]) -> list[Commit]:
-    """Return the commits whose layout is whole; record every other layout as a fault.
+    """Return the commits with a whole layout; record every other layout as a fault.
 
     Args:
         reader: of the run or checkpoint.
@@ -195,7 +195,7 @@ def read_commits(reader: Reader, layouts: Mapping[str, Manifest]) -> list[Commit
 
 
 def _require_size(layout: RankLayout) -> None:
-    """Refuse sizes that would take forever to lay out."""
+    """Refuse sizes whose layout would take too long to compute."""
     nbytes = sum(
         shard.parameter.bytes_of(chunk.numel)
         for page in layout.subgroups
@@ -203,14 +203,14 @@ def _require_size(layout: RankLayout) -> None:
         for chunk in shard.chunks
     )
     if nbytes > _STATE_BYTES_MAX:
-        raise CorruptionError("has a right checksum but more in its pages than there can be")
+        raise CorruptionError("has a right checksum but impossibly many elements in its pages")
 
 
 def parse_marker(data: bytes, where: str) -> Mapping[str, Any]:
-    """Return the content of tierstore.json in a published checkpoint; ``epoch`` is always there.
+    """Return the content of tierstore.json in a published checkpoint, always with ``epoch``.
 
     Raises:
-        CorruptionError: it is not whole.
+        CorruptionError: the file is not whole.
         RunDirectoryError: another version wrote it.
     """
     body = {"epoch": 0, **unseal("checkpoint", data, where)}
@@ -227,7 +227,7 @@ def parse_conversion(data: bytes, where: str) -> Mapping[str, Any]:
     """Return the files that CONVERSION_NAME lists: name -> ``nbytes`` and ``xxh3_128``.
 
     Raises:
-        CorruptionError: it is not whole.
+        CorruptionError: the file is not whole.
         RunDirectoryError: another version wrote it.
     """
     body = unseal("conversion", data, where)
@@ -257,7 +257,7 @@ def read_published(
     marker: Mapping[str, Any] | None = None
     with reader.record_faults(MARKER_NAME):
         marker = reader.parse(MARKER_NAME, parse_marker)
-    # By full names: a stray file is not a rank.
+    # Compare full names: a stray file is not a rank.
     world_size = len({published_manifest(rank) for rank in range(len(names))}.intersection(names))
     if marker is not None:
         world_size = marker["world_size"]
@@ -279,7 +279,7 @@ def read_published(
 
 
 def _commit_text(manifest: Manifest) -> str:
-    """Return the rank and the commit of a manifest, as text."""
+    """Return text that names the rank and the commit of a manifest."""
     epoch = f" in epoch {manifest.epoch}" if manifest.epoch else ""
     return (
         f"rank {manifest.rank} of {manifest.world_size}, commit {manifest.number} of step "
@@ -288,7 +288,7 @@ def _commit_text(manifest: Manifest) -> str:
 
 
 def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
-    """Return the newest commit that every rank has, of one attempt; None if there is none."""
+    """Return the newest commit that every rank has from one attempt; None if none exists."""
     return newest_in_common(
         [{r: manifest.attempt for r, manifest in rank.manifests.items()} for rank in ranks]
     )
@@ -313,10 +313,10 @@ def holder_of(reader: Reader) -> str | None:
         ):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
             try:
-                # The shared lock lasts a moment; a store that is opened meanwhile waits longer.
+                # The shared lock lasts a moment. A store that is opened meanwhile waits longer.
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno in NO_LOCKS:  # Then no process can use the run.
+                if error.errno in NO_LOCKS:  # Without locks no process can use the run.
                     continue
                 if not isinstance(error, BlockingIOError):
                     raise

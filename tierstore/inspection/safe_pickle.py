@@ -1,8 +1,8 @@
-"""Reader of pickles that runs nothing of them, for ``.metadata`` and for files of torch.save.
+"""Reader of pickles that runs no code from them, for ``.metadata`` and files of torch.save.
 
 A pickle is a program: stock readers call every function that it names. Here Python's own unpickler
-runs it, restricted to the instructions of plain values and to the names in the tables below.
-Memory and time are in proportion to its bytes.
+is restricted to the instructions of plain values and to the names in the tables below. Memory and
+time are proportional to the size of the pickle.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class StoredTensor:
     """A tensor of a file: a strided view of the elements of one storage."""
 
     offset: int
-    """The byte of the file at which its first element is."""
+    """Byte offset of the first element in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides, in elements."""
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Python attributes that were saved with it."""
+    """Python attributes that were saved with the tensor."""
 
 
 @dataclass(slots=True, eq=False)
 class Unread:
-    """Stands for an object of a class that is not read."""
+    """Stand-in for an object whose class is not read."""
 
     name: str
     """The module and name of the class."""
     arguments: Any = field(default=(), repr=False)
-    """The arguments of what would make it."""
+    """The arguments of the call that would make the object."""
     state: Any = field(default=None, repr=False)
-    """Its attributes."""
+    """The attributes of the object."""
 
     def get(self, key: str) -> Any:
-        """Return an attribute; None if the file has none of this name."""
+        """Return an attribute; None if the file has no attribute of this name."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
@@ -74,27 +74,27 @@ def load_pickle(
     storages: Storages | None = None,
     opcodes_max: int | None = None,
 ) -> Any:
-    """Return what a pickle holds; its tensors become StoredTensor.
+    """Return the value of a pickle. Its tensors become StoredTensor.
 
     Args:
         stream: the pickle.
         nbytes: its size.
-        stand_ins: whether all objects become Unread. Otherwise those of the classes of
-            ``torch.distributed.checkpoint`` (DCP) are made without a call and their fields are
-            checked, and others are refused.
+        stand_ins: whether all objects become Unread. Otherwise objects of the classes of
+            ``torch.distributed.checkpoint`` (DCP) are made without a call, their fields are
+            checked, and other objects are refused.
         storages: the storages of the file.
-        opcodes_max: most instructions of the pickle, each of which may make an object of about
-            100 bytes; None for one in each byte.
+        opcodes_max: most instructions of the pickle. Each may make an object of about 100 bytes.
+            None: one instruction in each byte.
 
     Raises:
-        CorruptionError: it is damaged, or asks for something that is refused; the message
+        CorruptionError: the pickle is damaged, or names something that is refused; the message
             follows the name of the file.
     """
     try:
         return _Unpickler(stream, nbytes, stand_ins, storages or {}, opcodes_max or nbytes).load()
     except CorruptionError:
         raise
-    except Exception as error:  # pickle does not document which errors damage leads to.
+    except Exception as error:  # pickle does not document the errors that damage causes.
         fault = f"is damaged: it is not a whole pickle ({type(error).__name__})"
         raise CorruptionError(fault) from error
 
@@ -106,8 +106,8 @@ def _expect(condition: bool, otherwise: str) -> None:
 
 # ------------------------------------------------------------------- the names that are allowed
 
-# Class of DCP -> its fields and their exact types (a bool is not an int), as torch declares them,
-# or narrower. A field that may be None may also be absent.
+# DCP class -> its fields and their exact types (a bool is not an int). The types are as torch
+# declares them, or narrower. A field that may be None may also be absent.
 _FIELDS: dict[type, dict[str, Any]] = {
     kind: get_type_hints(kind)
     for kind in (
@@ -118,8 +118,8 @@ _FIELDS: dict[type, dict[str, Any]] = {
 }
 _FIELDS[dcp.Metadata]["storage_data"] = dict[dcp.MetadataIndex, _StorageInfo]
 _FIELDS[dcp.StorageMeta]["checkpoint_id"] = str | PurePosixPath | PureWindowsPath | None
-_FIELDS[dcp.StorageMeta]["modules"] = list[str] | None  # Older versions of torch have none.
-# Of Megatron: shapes of tensors that it saves flattened. Only some versions of torch keep it.
+_FIELDS[dcp.StorageMeta]["modules"] = list[str] | None  # Absent in older versions of torch.
+# From Megatron: shapes of tensors that it saves flattened. Only some versions of torch keep it.
 _FIELDS[dcp.Metadata]["mcore_data"] = dict[str, Any] | None
 _FIELDS[_StorageInfo]["transform_descriptors"] = list[str] | tuple[str, ...] | None
 
@@ -141,7 +141,7 @@ _STORAGES = {
 
 
 class _Named:
-    """Stands for a class or a function that a pickle names, which can only be called."""
+    """Stand-in for a class or a function that a pickle names. It can only be called."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -159,7 +159,7 @@ class _Storage:
 def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None
 ) -> StoredTensor:
-    """Return a view of a storage, after checking that it lies within."""
+    """Return a view of a storage, after checking that the view lies within the storage."""
     dtype = dtype or storage.dtype
     numbers = (offset, *shape, *strides)
     fits = type(storage) is _Storage and type(dtype) is torch.dtype
@@ -176,7 +176,7 @@ def _tensor(
 def _rebuilt(
     dtype: torch.dtype | None, storage: Any, offset: Any, shape: Any, strides: Any, rest: Any
 ) -> StoredTensor:
-    """Return a tensor, given what follows requires_grad and hooks in a call, too."""
+    """Return a tensor. ``rest`` has the arguments of the call after requires_grad and hooks."""
     for bits in rest:
         if not isinstance(bits, dict) or any(bits.get(bit) for bit in ("conj", "neg")):
             raise CorruptionError(
@@ -205,7 +205,7 @@ def _size(numbers: Any = ()) -> Size:
 
 
 def _taking(kind: type, function: Any) -> Any:
-    """Restrict a function to arguments of exactly this type: a path of paths could double."""
+    """Restrict a function to arguments of exactly this type. A path of paths could double."""
 
     def checked(*arguments: Any) -> Any:
         _expect(all(type(argument) is kind for argument in arguments), "calls with a strange value")
@@ -225,7 +225,7 @@ def _attribute(kind: Any, name: Any) -> Any:
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
-# What a pickle may call: name -> what is called instead.
+# Functions that a pickle may call: name -> the function that is called instead.
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": (
         lambda s, o, n, t, g=False, h=None, *rest: _rebuilt(None, s, o, n, t, rest)
@@ -252,7 +252,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 _WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 
-# The instructions of pickle that make plain values and these objects; not those of 4 GiB and more.
+# Pickle instructions that make plain values and these objects, except for 4 GiB and more.
 _INSTRUCTIONS = """
     PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
     NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
@@ -266,12 +266,12 @@ _INSTRUCTIONS = """
 
 
 def _is_hashable(item: Any) -> bool:
-    """Return whether a hash is taken in constant time, also the second time."""
+    """Return whether hashing the item always takes constant time."""
     return type(item) in _HASHABLE and (type(item) is not int or item.bit_length() <= _KEY_BITS_MAX)
 
 
 def _check_keys(keys: Sequence[Any]) -> None:
-    """Refuse keys whose hash may recurse or take long again and again, such as tuples in tuples."""
+    """Refuse keys whose hash may recurse or repeatedly take long, such as tuples in tuples."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
         if type(key) is dcp.MetadataIndex:
@@ -293,7 +293,7 @@ def _check_object(made: Any) -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value and all items in it have exactly a type of _FIELDS."""
+    """Return whether a value and all its items have exactly this type of _FIELDS."""
     if get_origin(kind) in (Union, UnionType):
         return any(_fits(value, choice) for choice in get_args(kind))
     if kind is Any or type(value) is not (get_origin(kind) or kind):
@@ -303,15 +303,15 @@ def _fits(value: Any, kind: Any) -> bool:
     return all(_fits(item, item_kind) for item_kind, items in kinds for item in items)
 
 
-# The unpickler in C allocates memory up to any index in the file; this one, in Python, does not.
+# The unpickler in C allocates memory up to any index in the file. The one in Python does not.
 _Stock: Any = pickle._Unpickler
 
 
 class _Unpickler(_Stock):  # type: ignore[misc]
-    """Python's unpickler, with checks of the values that an instruction is about to use."""
+    """Python's unpickler, with checks of the values that each instruction uses."""
 
-    # Decoded strictly, like the text of Python 2: the text of Python 3 may contain halves of
-    # characters, which cannot be printed or be part of a path.
+    # Decode strictly, as for text of Python 2. Text of Python 3 may contain surrogates, which
+    # cannot be printed or be part of a path.
     load_short_binunicode = _Stock.load_short_binstring
     load_binunicode = _Stock.load_binstring
 
@@ -330,7 +330,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         value = super().load()
         _expect(not self.stack and not self.metastack, "makes more than one value")
         for made in self._made:
-            # Many objects may have one long list.
+            # Many objects may share one long list.
             fields = vars(made).values()
             self._count_copied(one for one in fields if type(one) in (dict, list, tuple))
             _check_object(made)
@@ -357,7 +357,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
     def _make(self, function: Any, arguments: Any) -> Any:
         fits = type(function) is _Named and type(arguments) is tuple
         _expect(fits, "calls something that no stock checkpoint does")
-        # Items of one argument may be named again and again, and most functions copy them.
+        # A pickle may name the items of one argument repeatedly, and most functions copy them.
         self._count_copied([arguments])
         self._count_copied(arguments)
         if function.name == _WITH_ATTRIBUTES:
@@ -369,9 +369,9 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         return made
 
     def _with_attributes(self, maker: Any, _: Any, inner: Any, state: Any) -> Any:
-        """Return a tensor with its attributes; a DTensor, say, has its local tensor as one."""
+        """Return a tensor with its attributes. The local tensor of a DTensor is an attribute."""
         made = self._make(maker, inner)
-        if type(state) is tuple and len(state) == 2:  # Of objects with slots.
+        if type(state) is tuple and len(state) == 2:  # The state of an object with slots.
             self._count_copied(state)
             state = {**(state[0] or {}), **(state[1] or {})}
         if type(made) is Unread:
@@ -383,7 +383,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         """Count the items of values that are copied or walked.
 
         Raises:
-            CorruptionError: there were more than the pickle has bytes.
+            CorruptionError: the items are more than the bytes of the pickle.
         """
         sized = (str, bytes, list, tuple, dict)
         self._copied += sum(len(one) for one in values if isinstance(one, sized))
@@ -414,7 +414,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         target, state = self.stack[-2:]
         if type(target) in _FIELDS:
             _expect(not vars(target), "changes something that was made already")
-            # Not a pair of dicts: the items of the second would be set with setattr().
+            # Refuse a pair of dicts: the items of the second would be set with setattr().
             fits = type(state) is (tuple if type(target) is dcp.TensorProperties else dict)
             _expect(fits, f"makes a {type(target).__name__} of something strange")
             self._count_copied([state])
@@ -428,7 +428,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
             target.state = state
 
     def _takes_items(self, *kinds: type) -> bool:
-        """Return whether the value on the stack is of these kinds; an Unread takes nothing."""
+        """Return whether the value on the stack is of these kinds. An Unread takes no items."""
         kind, name = type(self.stack[-1]), kinds[0].__name__
         _expect(kind in (*kinds, Unread), f"gives items to a value that is not a {name}")
         return kind is not Unread
@@ -476,7 +476,7 @@ def _refuse(unpickler: _Unpickler) -> None:
 
 
 def _counted(load: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]:
-    """Return the function of an instruction, which counts the instruction."""
+    """Return the function of an instruction with a counter of instructions."""
 
     def counting(unpickler: _Unpickler) -> None:
         unpickler.opcodes_left -= 1

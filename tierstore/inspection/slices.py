@@ -1,4 +1,4 @@
-"""Check of the slices of files that ``.metadata`` names, and of their contents."""
+"""Check of the slices of files that ``.metadata`` names, and of the contents of the slices."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Slices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slices that this reader checks; bytes that several keys share count once."""
+        """Bytes of all slices that this reader checks. Bytes that keys share count once."""
         return sum(piece.nbytes for piece in self._taken)
 
     def check(self, *, whole: bool) -> None:
@@ -120,12 +120,12 @@ class Slices:
     def elements(
         self, file: File, info: _StorageInfo, sizes: Sequence[int], dtype: torch.dtype
     ) -> Elements | None:
-        """Return where in a file the elements of a stored tensor are.
+        """Return the place of the elements of a stored tensor in a file.
 
-        Slices that check() did not read are checked now, once, except their data.
+        A slice that check() did not read is checked now, once, except its data.
 
         Returns:
-            None where the elements are not in the file as they are in memory.
+            None if the elements are not in the file as they are in memory.
 
         Raises:
             CorruptionError: the slice is not whole.
@@ -183,7 +183,7 @@ class Slices:
 
 
 def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
-    """Return whether a slice is a record of a page. The framing of a record is fixed."""
+    """Return whether a slice is a record of a page. A record has a fixed framing."""
     sizes, dtype = expected
     return (
         dtype in RECORD_DTYPES
@@ -195,10 +195,10 @@ def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
 
 
 def _elements(file: File, piece: _Slice, expected: _Expected, whole: bool) -> Elements | None:
-    """Return where in the file the elements of a tensor are, as elements() does.
+    """Return the place of the elements of a tensor in the file, as elements() does.
 
     Returns:
-        None for an object, too.
+        As elements(); also None for an object.
 
     Raises:
         CorruptionError: the slice does not hold the expected content.
@@ -213,7 +213,7 @@ def _elements(file: File, piece: _Slice, expected: _Expected, whole: bool) -> El
         raise CorruptionError("does not hold a tensor")
     if (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptionError(
-            f"holds a tensor of {tensor.dtype} {list(tensor.shape)}, .metadata says "
+            f"holds a tensor of {tensor.dtype} {list(tensor.shape)}, but .metadata says "
             f"{expected.dtype} {list(expected.sizes)}"
         )
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() != data_nbytes:
@@ -232,12 +232,12 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int, int | No
 
     Returns:
         The value, with tensors on the meta device; the bytes of data of all tensors; the byte of
-        the file at which the data begins, or None unless the data is of one storage and in the
+        the file at which the data begins. The last is None unless the data is one storage in the
         byte order of this machine.
 
     Raises:
-        CorruptionError: it is not whole; _UnknownClassError if it names a class that torch does
-            not make from weights only.
+        CorruptionError: the slice is not whole; _UnknownClassError: it names a class that
+            torch.load(weights_only=True) does not make.
     """
     stream = _BoundedReader(_SliceStream(file, piece), _READ_BYTES)
     try:
@@ -276,9 +276,9 @@ def _member_start(file: File, piece: _Slice, entry: zipfile.ZipInfo) -> int:
 
 
 def _check_archive(file: File, piece: _Slice, archive: zipfile.ZipFile, whole: bool) -> int:
-    """Compare entries with the CRC-32 in the archive; return the number of bytes of tensor data.
+    """Compare entries with the CRC-32 in the archive; return the bytes of tensor data.
 
-    Unless ``whole``, that of data is left to Reader.compare_checksums().
+    Unless ``whole``, Reader.compare_checksums() compares the CRC-32 of data later.
     """
     entries = archive.infolist()
     data_nbytes = sum(entry.file_size for entry in entries if _is_data(entry))
@@ -308,7 +308,7 @@ def _is_data(entry: zipfile.ZipInfo) -> bool:
 
 
 class _BoundedReader(io.BufferedReader):
-    """Refuses a read that is longer than any list of entries, whatever size the slice states."""
+    """Refuses a read that is longer than any list of entries, even if the slice is as long."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > WHOLE_FILE_BYTES_MAX:

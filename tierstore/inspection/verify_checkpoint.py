@@ -1,4 +1,4 @@
-"""Verification of a checkpoint, published by tierstore or not: every byte and every chunk.
+"""Verification of every byte and every chunk of a checkpoint, published by tierstore or not.
 
 Nothing is changed or executed, and a fault does not end the check. docs/guide/commands.md lists
 the checks.
@@ -33,26 +33,26 @@ from tierstore.run.file_names import (
 
 @dataclass(slots=True, kw_only=True)
 class Contents:
-    """The parsed files of a checkpoint; every file was parsed once."""
+    """The parsed files of a checkpoint. Each file is parsed once."""
 
     marker: Mapping[str, Any] | None = None
-    """The content of tierstore.json; None if it is damaged, or tierstore did not publish the
+    """The content of tierstore.json; None if the file is damaged, or tierstore did not publish the
     checkpoint."""
     commits: Sequence[Commit] = ()
-    """The commits of all ranks that are whole, in order, if tierstore published the checkpoint."""
+    """The whole commits of all ranks, in order, if tierstore published the checkpoint."""
     slices: Slices | None = None
-    """The metadata, and the slices that it names; None if ``.metadata`` is damaged."""
+    """The slices of files that ``.metadata`` names; None if ``.metadata`` is damaged."""
 
 
 def verify_checkpoint(reader: Reader, *, published: bool) -> Contents:
-    """Record the faults of a checkpoint; return what is whole.
+    """Record the faults of a checkpoint; return its whole files.
 
     Args:
         reader: a new reader of the directory.
         published: whether tierstore published the checkpoint.
 
     Raises:
-        CheckpointError: this user may not read it.
+        CheckpointError: this user may not read the checkpoint.
     """
     contents = Contents()
     with reader.record_faults(str(reader.root)):
@@ -66,12 +66,12 @@ def verify_checkpoint(reader: Reader, *, published: bool) -> Contents:
                 _check_files(reader, names, files, set(), lister=CONVERSION_NAME)
         else:
             reader.notes.append(
-                "tierstore did not publish it, so there are no checksums of whole files: data was "
-                "compared with the CRC-32 that torch.save left in each record, where it did"
+                "tierstore did not publish it, so files have no checksums: data was compared with "
+                "the CRC-32 that torch.save may leave in each record"
             )
         with reader.record_faults(METADATA_NAME):
             slices = Slices(reader, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
-            if not has_checksums:  # Otherwise all bytes were read already.
+            if not has_checksums:  # Else all bytes were read already.
                 reader.expect(slices.nbytes)
             slices.check(whole=not has_checksums)
             contents.slices = slices
@@ -102,8 +102,8 @@ def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
     if absent:
         some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
         reader.notes.append(
-            f"there is no file of ranks {some}: if this is one part of a "
-            "checkpoint on several disks, copy all parts into one directory"
+            f"files of ranks {some} are absent: if this is one part of a checkpoint on several "
+            "disks, copy all parts into one directory"
         )
 
 
@@ -114,7 +114,7 @@ def _check_files(
     pages: set[str],
     lister: str = MARKER_NAME,
 ) -> None:
-    """Compare every file but the pages with its digest in the file ``lister``."""
+    """Compare every file except pages with its digest in the file ``lister``."""
     for name in (METADATA_NAME, *sorted(pages)):
         if name not in files:
             reader.fault(lister, f"does not list {name}")

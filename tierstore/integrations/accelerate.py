@@ -22,7 +22,7 @@ from tierstore.integrations.loop_state import (
 )
 from tierstore.store import TierStore
 
-_FOLDER = "store"  # In what save_state() writes.
+_FOLDER = "store"  # Within the output of save_state().
 _KEY = "accelerate"  # Batches are registered under this name.
 _MAKER = "a loop of prepare()"
 
@@ -32,18 +32,18 @@ def prepare(
 ) -> tuple[Any, Any, Batches, Any, int]:
     """Prepare a loop as ``accelerator.prepare()`` does, and restore the last commit.
 
-    A step is committed when the loop asks for the batch after it, with the scheduler, random
+    A step is committed when the loop asks for the next batch, with the scheduler, random
     generators, gradient scaler, saved buffers of the model and the position in the data. The last
     step before a ``break`` is committed by the next loop, or when the store is closed.
 
     ``accelerator.save_state()``, called after ``scheduler.step()``, publishes the step in the
-    folder ``store`` beside its own files; ``accelerator.load_state()`` begins a new run from there.
+    folder ``store`` beside its own files. ``accelerator.load_state()`` begins a new run from there.
 
     Args:
         accelerator: of one process, or of several that each hold all parameters.
         model: the model of the optimizer.
-        optimizer: has its store as the attribute ``store``, and its states on it.
-        loader: a DataLoader. Its batches may not depend on random numbers, except for their order.
+        optimizer: its states are on the store that is its attribute ``store``.
+        loader: a DataLoader. Only the order of its batches may depend on random numbers.
         scheduler: a scheduler of learning rates, or None.
 
     Returns:
@@ -52,7 +52,7 @@ def prepare(
     Raises:
         TypeError: the optimizer has no store.
         ValueError: the accelerator shards parameters, the loader keeps the position in the data or
-            its workers, steps were done, or no such loop made the commit.
+            its workers, steps were done, or another kind of loop made the commit.
         RunMismatchError: the run does not fit the model.
     """
     store = getattr(optimizer, "store", None)
@@ -61,13 +61,13 @@ def prepare(
     _check_accelerator(accelerator)
     if loader.persistent_workers:
         raise ValueError(
-            "workers that outlive an epoch draw other orders after a resume: leave out "
+            "workers that outlive an epoch draw different orders after a resume: leave out "
             "persistent_workers=True"
         )
     if store.step:
         raise ValueError(
-            f"the store is at step {store.step} already: prepare() comes first, once for an "
-            "opened store"
+            f"the store is at step {store.step} already: call prepare() first, once for an opened "
+            "store"
         )
     require_own(store.committed, _KEY, _MAKER, accelerator.num_processes)
     model, prepared, loader, scheduler = accelerator.prepare(
@@ -81,10 +81,10 @@ def prepare(
 
 
 class Batches:
-    """The batches of a data loader: a ``for`` loop that comes to its end is an epoch.
+    """The batches of a data loader. A ``for`` loop that reaches its end is an epoch.
 
-    The first loop after a resume leaves out the batches that were trained on; these may be all of
-    its epoch. For what a DataLoader has besides batches, there is ``loader``.
+    The first loop after a resume skips the batches that were trained on. These may be all batches
+    of its epoch. Other attributes of the DataLoader are in ``loader``.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Batches:
         store: TierStore,
     ) -> None:
         self.loader = loader
-        """The data loader as accelerate prepared it."""
+        """The data loader prepared by accelerate."""
         self._accelerator = accelerator
         self._model = model
         self._optimizer = optimizer
@@ -107,12 +107,12 @@ class Batches:
         self._committed = 0  # The last step that the loop has committed.
         self._random = RandomLater()
         self._objects = register(store, model, scheduler, accelerator.scaler)
-        self._begun_from: dict[str, Any] = {}  # States of these objects, until the next loop.
+        self._begun_from: dict[str, Any] = {}  # Name -> restored state, until the next loop.
         store.register(random=self._random, accelerate=self)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next ``for`` loop, from 0; one that a ``break`` ended is not counted."""
+        """The epoch of the next ``for`` loop, from 0. A loop ended by ``break`` does not count."""
         epoch: int = self.loader.iteration
         return epoch
 
@@ -127,11 +127,11 @@ class Batches:
             self._position = {"epoch": epoch, "batch": 0, "order": data_order([self.loader])}
         else:
             self._continues = False
-            # Again, because load_state() loads what it has saved within a step.
+            # Load again, because load_state() loads states that were saved within a step.
             for name, state in self._begun_from.items():
                 self._objects[name].load_state_dict(state)
             self._begun_from = {}
-            self._accelerator.step = 0  # A commit is at the end of what was accumulated.
+            self._accelerator.step = 0  # A commit is at the end of an accumulation.
             restore_data_order([self.loader], self._position["order"])
             batches = self._accelerator.skip_first_batches(batches, self._position["batch"])
         for batch in batches:
@@ -157,12 +157,12 @@ class Batches:
         """Let the next loop begin after the batch of a position.
 
         Raises:
-            ValueError: another number of processes was there.
+            ValueError: the position is of another number of processes.
         """
         found, expected = position["processes"], self._accelerator.num_processes
         if found != expected:
             raise ValueError(
-                f"the position in the data is of {found} processes, and this is a loop of "
+                f"the position in the data is of {found} processes, but this is a loop of "
                 f"{expected}, which has other batches: continue it with as many"
             )
         self._continues, self._position = True, position
@@ -178,7 +178,7 @@ class Batches:
 
     def publish(self, models: Any, weights: Any, folder: str) -> None:
         """Publish the last step beside the files of ``save_state()``."""
-        if self._store.step != self._committed:  # The loop commits it again, at its end.
+        if self._store.step != self._committed:  # The loop commits the step again when it ends.
             self._store.commit()
         publish(
             self._store,
@@ -189,24 +189,24 @@ class Batches:
         )
 
     def begin_from(self, models: Any, folder: str) -> None:
-        """Begin the run from what publish() wrote, before ``load_state()`` loads the rest."""
+        """Begin the run from a checkpoint of publish(), before ``load_state()`` loads the rest."""
         if self._store.step:
             raise ValueError(
-                f"load_state({folder!r}) is not where the store continues, which is its step "
+                f"load_state({folder!r}) conflicts with the store, which continues from its step "
                 f"{self._store.step}: leave it out, or open the store in a new directory"
             )
         checkpoint = Path(folder, _FOLDER)
         if not checkpoint.is_dir():
             raise ValueError(
                 f"{folder} has no folder {_FOLDER!r}, where save_state() publishes the store after "
-                "prepare(): convert it with `tierstore convert`, or load its weights alone"
+                "prepare(): convert it with `tierstore convert`, or load only its weights"
             )
         self.restore(checkpoint)
         self._begun_from = deepcopy({n: given.state_dict() for n, given in self._objects.items()})
 
 
 class _StoreOptimizer(AcceleratedOptimizer):
-    """The optimizer of a loop, whose state save_state() leaves where it is."""
+    """The optimizer of a loop. save_state() does not write its state."""
 
     _is_accelerate_prepared = True
 
@@ -214,15 +214,15 @@ class _StoreOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=scaler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the state is."""
+        """Return a text that says where the state is."""
         return {"tierstore": _FOLDER}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load nothing: begin_from() has restored the state."""
         if state_dict != self.state_dict():
             raise ValueError(
-                "the state of this optimizer is in its store: load_state_dict() of the attribute "
-                "`optimizer` takes the state of torch.optim"
+                "the state of this optimizer is in its store: to load a state of torch.optim, call "
+                "load_state_dict() of the attribute `optimizer`"
             )
 
 
@@ -231,8 +231,8 @@ def _check_accelerator(accelerator: Accelerator) -> None:
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
             f"prepare() does not work with {kind.value} of accelerate, which replaces the "
-            "parameters of the optimizer: use fully_shard() in a loop of your own, as "
-            "examples/train_fsdp2.py does"
+            "parameters of the optimizer: use fully_shard() in your own loop, as in "
+            "examples/train_fsdp2.py"
         )
     if accelerator.use_stateful_dataloader:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Trainers of transformers that commit each step and resume from the last commit.
 
-``class OwnTrainer(StoreTrainer, Seq2SeqTrainer): pass`` makes one of another trainer. Any optimizer
-on the store works with it.
+``class OwnTrainer(StoreTrainer, Seq2SeqTrainer): pass`` adapts another trainer. Any optimizer on
+the store works with it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _STATE_NAME = "trainer_state.json"  # In checkpoints of transformers.
 
 
 class StoreTrainer(Trainer):
-    """A mixin that stands before ``transformers.Trainer`` or a subclass of it.
+    """A mixin placed before ``transformers.Trainer`` or a subclass of it.
 
-    After each step, its evaluation and its saving, the step is committed with the scheduler, the
+    Each step is committed after its evaluation and saving. The commit includes the scheduler, the
     TrainerState without its ``log_history``, random generators, the scaler and the persistent
-    buffers of the model. ``train()`` continues from the commit of the store, if there is one, and
-    skips the batches that were trained on. A checkpoint of the Trainer has the model as usual, and
-    in its folder ``store`` what ``store.checkpoint()`` publishes: links to page files.
+    buffers of the model. If the store has a commit, ``train()`` continues from it and skips the
+    batches that were trained on. A checkpoint of the Trainer has the model as usual. Its folder
+    ``store`` has the result of ``store.checkpoint()``: links to page files.
 
     Args:
-        args: as of the Trainer.
-        store: the store of the optimizer; opened with ``resume=True`` it resumes.
-        kwargs: as of the Trainer.
+        args: as in the Trainer.
+        store: the store of the optimizer. Opened with ``resume=True`` it resumes.
+        kwargs: as in the Trainer.
     """
 
     optimizer: Any
@@ -60,23 +60,23 @@ class StoreTrainer(Trainer):
         """Train from the commit of the store, or from the start if there is none.
 
         Args:
-            resume_from_checkpoint: None or a bool. Neither changes anything, because the store
+            resume_from_checkpoint: None or a bool. The value has no effect, because the store
                 decides.
-            args: as of the Trainer.
-            kwargs: as of the Trainer.
+            args: as in the Trainer.
+            kwargs: as in the Trainer.
 
         Raises:
-            ValueError: ``resume_from_checkpoint`` is a path, or no Trainer made the commit. Nothing
-                was changed.
+            ValueError: ``resume_from_checkpoint`` is a path, or another program made the commit.
+                Nothing was changed.
         """
         if not isinstance(resume_from_checkpoint, bool | None):
             raise ValueError(
-                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not where the store "
-                f"continues, which is its step {self.store.committed.step}: leave the argument "
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} conflicts with the store, "
+                f"which continues from its step {self.store.committed.step}: leave the argument "
                 "out. To begin from weights, load them into the model, and open the store in a new "
                 "directory"
             )
-        if self.store.step:  # train() was called before; the commit is to be that of its last step.
+        if self.store.step:  # train() was called before, so commit its last step first.
             self.store.synchronize()
         committed = self.store.committed
         if not committed.step:
@@ -90,14 +90,14 @@ class StoreTrainer(Trainer):
             return super().train(folder, *args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load nothing: the parameters come from the store, once the optimizer is there."""
+        """Load nothing: the store restores the parameters once the optimizer exists."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             restore_optimizer(self.store, self.optimizer.optimizer)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load nothing: the store has loaded it with the scheduler."""
+        """Load nothing: the store has loaded the scaler with the scheduler."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         self._random.set()
@@ -105,7 +105,7 @@ class StoreTrainer(Trainer):
     # -- The optimizer, commits and checkpoints.
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
-        """Create the optimizer, and wrap it for accelerate, which would write all state anew."""
+        """Create the optimizer; wrap it, because accelerate would rewrite all its state."""
         if not getattr(self.optimizer, "_is_accelerate_prepared", False):
             optimizer = super().create_optimizer(model)
             self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -113,7 +113,7 @@ class StoreTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the scheduler, and register with the store what a commit has of the Trainer."""
+        """Create the scheduler, and register the state of the Trainer with the store."""
         scheduler = super().create_scheduler(*args, **kwargs)
         model, scaler = self.accelerator.unwrap_model(self.model), self.accelerator.scaler
         register(self.store, model, self.lr_scheduler, scaler)
@@ -122,7 +122,7 @@ class StoreTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.store.commit()  # Last: an evaluation also draws random numbers.
+        self.store.commit()  # Commit last: an evaluation also draws random numbers.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.store.commit()
@@ -138,7 +138,7 @@ class StoreTrainer(Trainer):
 
 
 class _TrainerState:
-    """The progress of a Trainer, in the form of its file; train() gives it back to the Trainer."""
+    """The progress of a Trainer, in the form of its file. train() restores it to the Trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -148,7 +148,7 @@ class _TrainerState:
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=exported)
-        # The same on all ranks, so that another number of them can go on; see train().
+        # Equal on all ranks, so that another number of ranks can continue; see train().
         state.is_local_process_zero = state.is_world_process_zero = True
         return {"json": json.dumps(dataclasses.asdict(state))}
 

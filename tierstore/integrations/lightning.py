@@ -26,47 +26,47 @@ _MAKER = "a Trainer of Lightning"
 class Commit(lightning.Callback):
     """Commits each step, and lets ``Trainer.fit()`` continue from the last commit.
 
-    A step is committed when the batch after it begins, after its validation, or when training ends:
-    with the loops of the Trainer, schedulers, states of callbacks, random generators, gradient
-    scaler and saved buffers. ``fit()`` continues from the commit of the store, if there is one, and
-    skips the batches that were trained on. ``ModelCheckpoint`` saves weights alone.
+    A step is committed when the next batch begins, after the validation of the step, or when
+    training ends. The commit includes the loops of the Trainer, schedulers, states of callbacks,
+    random generators, gradient scaler and saved buffers. If the store has a commit, ``fit()``
+    continues from it and skips the batches that were trained on. ``ModelCheckpoint`` saves weights.
 
     Args:
-        store: the store of the only optimizer of the module, which has it as its attribute
-            ``store``; opened with ``resume=True`` it resumes.
+        store: the store of the module's only optimizer, and its attribute ``store``. Opened with
+            ``resume=True`` it resumes.
     """
 
     def __init__(self, store: TierStore) -> None:
         self.store = store
-        self._order: dict[str, Any] | None = None  # Of the data of this epoch.
-        self._continues: Any = None  # What the commit has of the loop, until the next batch.
+        self._order: dict[str, Any] | None = None  # Order of the data of this epoch.
+        self._continues: Any = None  # The state of the loop in the commit, until the next batch.
         self._random = RandomLater()
-        self._before: Any = None  # Random generators as the next batch finds them.
+        self._before: Any = None  # The random generators before the next batch.
         self._committed = 0  # The last step that the Trainer has committed.
         self._begun = self._counted = 0  # See _LoopState.
 
     # -- Where training continues.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what a store cannot resume; all else is in commits, so checkpoints are weights."""
+        """Refuse settings that a store cannot resume. Restrict checkpoints to weights."""
         if stage != "fit":
             return
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise ValueError(
                 f"Commit does not work with {type(trainer.strategy).__name__}, which replaces the "
-                "parameters of the optimizer: use DDP, or fully_shard() in a loop of your own, as "
-                "examples/train_fsdp2.py does"
+                "parameters of the optimizer: use DDP, or fully_shard() in your own loop, as in "
+                "examples/train_fsdp2.py"
             )
         for callback in trainer.checkpoint_callbacks:
             callback.save_weights_only = True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the last commit, once the optimizer is there."""
+        """Restore the last commit. The optimizer exists now."""
         store, processes = self.store, trainer.world_size
         if trainer.ckpt_path is not None:
             raise ValueError(
-                f"ckpt_path={str(trainer.ckpt_path)!r} is not where the store continues, which is "
-                f"its step {store.committed.step}: leave the argument out. To begin from "
+                f"ckpt_path={str(trainer.ckpt_path)!r} conflicts with the store, which continues "
+                f"from its step {store.committed.step}: leave the argument out. To begin from "
                 "weights, load them into the module, and open the store in a new directory"
             )
         optimizers = trainer.optimizers
@@ -82,7 +82,7 @@ class Commit(lightning.Callback):
                     "a scheduler that watches a metric after each step cannot be resumed, because "
                     'Lightning does not keep metrics: give it the interval "epoch"'
                 )
-        if store.step:  # fit() was called before; the commit is to be that of its last step.
+        if store.step:  # fit() was called before, so commit its last step first.
             store.synchronize()
         require_own(store.committed, "lightning", _MAKER, processes)
         register(store, pl_module, _Schedulers(trainer), None)
@@ -90,13 +90,13 @@ class Commit(lightning.Callback):
         self._committed = restore_optimizer(store, optimizers[0])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Bring the data to the batch after the commit."""
+        """Advance the data to the batch after the commit."""
         loop = trainer.fit_loop
         loaders = _loaders(trainer)
         if len(loaders) != 1 or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError(
-                "Commit cannot bring several data loaders, or training_step(dataloader_iter), to "
-                "where they were: train with one DataLoader"
+                "Commit cannot restore the position of several data loaders, or of "
+                "training_step(dataloader_iter): train with one DataLoader"
             )
         if hasattr(loaders[0], "load_state_dict"):
             raise ValueError(
@@ -116,8 +116,8 @@ class Commit(lightning.Callback):
             fetcher.fetched = 0  # The Trainer adds the batches that were trained on.
             if kept["batches"]:
                 RandomState().load_state_dict(kept["before"])
-            # Where a validation is due, the Trainer begins with a batch that it does not train on,
-            # and counts it.
+            # If a validation is due, the Trainer begins with a batch that it counts but does not
+            # train on.
             inner = loop.epoch_loop
             if inner._should_check_val_fx(fetcher) and not inner._should_accumulate():
                 inner._batches_that_stepped -= 1
@@ -126,7 +126,7 @@ class Commit(lightning.Callback):
             self._continues = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Keep what the order of the epoch follows from."""
+        """Keep the state that determines the order of the epoch."""
         is_first = self._order is None
         self._order = data_order(_loaders(trainer))
         if is_first:  # The Trainer has begun to read before the order was known.
@@ -137,7 +137,7 @@ class Commit(lightning.Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Commit the step before."""
+        """Commit the previous step."""
         if self._continues is not None:
             self._random.set()
             self._continues = None
@@ -169,7 +169,7 @@ class Commit(lightning.Callback):
 
 
 class _LoopState:
-    """The loops of a Trainer and its callbacks, as they are after the last step.
+    """The state of a Trainer's loops and callbacks after the last step.
 
     ``_begun`` of the callback is 1 if the batch after the step has begun, ``_counted`` is 1 if the
     Trainer has counted the batch of the step.
@@ -190,7 +190,7 @@ class _LoopState:
         if is_epoch_done:
             progress["current"] = dict.fromkeys(progress["current"], 0)
         for counts in (epochs["total"], epochs["current"]):
-            # After max_steps, the Trainer takes an epoch for done whose other batches are to come.
+            # After max_steps, the Trainer treats an epoch as done even if batches remain.
             done = counts["started"] - (not is_epoch_done)
             counts.update(ready=counts["started"], processed=done, completed=done)
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1 - commit._counted

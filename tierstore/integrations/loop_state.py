@@ -1,4 +1,4 @@
-"""What loops register with the store of their optimizer, and the order of their data."""
+"""The objects that loops register with the store of their optimizer, and the order of data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tierstore.store import TierStore
 
 
 class RandomLater(RandomState):
-    """Random generators that a loop sets itself, once what comes before has drawn from them."""
+    """Random generators that a loop restores by set(), after its startup has drawn from them."""
 
     def __init__(self) -> None:
         self._restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that set() is to set, or the state of now."""
+        """Return the state that set() will set, or the current state."""
         return super().state_dict() if self._restored is None else self._restored
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ class RandomLater(RandomState):
 
 
 class _SavedBuffers:
-    """The buffers that a state dict of the model has."""
+    """The buffers in the state dict of the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -54,14 +54,14 @@ class _SavedBuffers:
 def register(
     store: TierStore, model: torch.nn.Module, scheduler: Any, scaler: Any, **own: Any
 ) -> dict[str, Any]:
-    """Register what a loop has beside its optimizer, and return that by name.
+    """Register the other objects of a loop with the store; return them by name.
 
     Args:
         store: the store of the optimizer.
         model: the model without wrappers.
         scheduler: a scheduler of learning rates, or None.
         scaler: a GradScaler or None.
-        own: what this kind of loop has.
+        own: further objects of this kind of loop.
     """
     objects = {"scheduler": scheduler, "scaler": scaler, "buffers": _SavedBuffers(model), **own}
     found = {name: given for name, given in objects.items() if given is not None}
@@ -75,10 +75,10 @@ def restore_optimizer(store: TierStore, optimizer: Any, checkpoint: Path | None 
     Args:
         store: the store of the optimizer.
         optimizer: any optimizer on the store, without wrappers.
-        checkpoint: begin a new run from it; None for the commit of the run.
+        checkpoint: begin a new run from this checkpoint; None: use the commit of the run.
 
     Raises:
-        RunMismatchError, CheckpointError: as of ``TierStore.restore()``.
+        RunMismatchError, CheckpointError: as in ``TierStore.restore()``.
     """
     restore = optimizer.restore if hasattr(optimizer, "restore") else store.restore
     step: int = restore(checkpoint)
@@ -89,13 +89,13 @@ def require_own(committed: CommittedStep, key: str, maker: str, processes: int |
     """Require that a loop of the same kind, on as many processes, committed a step.
 
     Args:
-        committed: the step, and what was registered for it.
+        committed: the step, and its registered states.
         key: the name under which this kind of loop registers itself.
         maker: the kind of loop, for the message.
-        processes: of this loop; None if any number will do.
+        processes: number of processes of this loop; None if any number is allowed.
 
     Raises:
-        ValueError: another program committed it, or another number of processes.
+        ValueError: another program, or another number of processes, committed the step.
     """
     step = committed.step
     if step and key not in {*committed.tagged, *committed.unequal}:
@@ -106,7 +106,7 @@ def require_own(committed: CommittedStep, key: str, maker: str, processes: int |
     if step and (key in committed.unequal or (committed.of_other_ranks and processes)):
         raise ValueError(
             f"step {step} of the store was committed by {maker} of another number of processes, "
-            "which had other batches: continue it with as many"
+            "which had other batches: continue it with as many processes"
         )
 
 
@@ -119,17 +119,17 @@ def publish(
     wait: Callable[[], Any],
     **options: Any,
 ) -> None:
-    """Publish the last step as a checkpoint, in the place of one that may be there.
+    """Publish the last step as a checkpoint. Replace an existing one.
 
-    That one is removed once the new one is there; until then it is ``<folder>.old``.
+    The existing one is renamed to ``<folder>.old``, and removed when the new one is complete.
 
     Args:
         store: the store of the optimizer.
-        folder: of the checkpoint.
+        folder: the directory of the checkpoint.
         model: the model without wrappers.
         is_main: whether this is rank 0.
         wait: waits for all ranks.
-        options: as of ``TierStore.checkpoint()``.
+        options: as in ``TierStore.checkpoint()``.
     """
     old = folder.with_name(f"{folder.name}.old")
     if is_main and store.step and folder.exists():
@@ -145,10 +145,10 @@ def publish(
 
 
 def data_order(loaders: Iterable[Any]) -> dict[str, Any]:
-    """Return what the order of an epoch follows from, before its first batch was drawn.
+    """Return the state that determines the order of an epoch, before its first batch is drawn.
 
     Args:
-        loaders: DataLoaders, or what stands for them.
+        loaders: DataLoaders, or objects in place of them.
     """
     parts = _parts(loaders)
     return {
@@ -160,7 +160,7 @@ def data_order(loaders: Iterable[Any]) -> dict[str, Any]:
 
 
 def restore_data_order(loaders: Iterable[Any], order: dict[str, Any]) -> None:
-    """Bring loaders to where data_order() found them."""
+    """Restore loaders to the state that data_order() returned."""
     parts = _parts(loaders)
     RandomState().load_state_dict(order["random"])
     for generator, state in zip(_generators(parts), order["generators"], strict=True):
@@ -174,7 +174,7 @@ def restore_data_order(loaders: Iterable[Any], order: dict[str, Any]) -> None:
 def _parts(loaders: Iterable[Any]) -> list[Any]:
     """Return the loaders and the samplers in them."""
     parts = list(loaders)
-    for part in parts:  # It grows.
+    for part in parts:  # The list grows during the loop.
         for name in ("batch_sampler", "sampler"):
             inner = getattr(part, name, None)
             if inner is not None and all(inner is not known for known in parts):
@@ -183,16 +183,16 @@ def _parts(loaders: Iterable[Any]) -> list[Any]:
 
 
 def _is_seeded(part: Any) -> bool:
-    """Return if a sampler of accelerate draws each epoch from a seed."""
+    """Return whether a sampler of accelerate draws each epoch from a seed."""
     return hasattr(part, "initial_seed")
 
 
 def _has_epoch(part: Any) -> bool:
-    """Return if a sampler, for example a DistributedSampler, has another order in each epoch."""
+    """Return whether a sampler, such as a DistributedSampler, changes its order each epoch."""
     return hasattr(part, "set_epoch") and hasattr(part, "epoch")
 
 
 def _generators(parts: list[Any]) -> list[torch.Generator]:
-    names = ("generator", "synchronized_generator")  # The second of accelerate.
+    names = ("generator", "synchronized_generator")  # The second name is from accelerate.
     found = [getattr(part, name, None) for part in parts if not _is_seeded(part) for name in names]
     return [generator for generator in found if generator is not None]

@@ -30,10 +30,10 @@ class Container(torch.optim.Optimizer):
 
     Args:
         model_parts: one module, with the parameters of the optimizer.
-        optimizer: has its store as the attribute ``store``.
+        optimizer: its attribute ``store`` is its store.
 
     Raises:
-        ValueError: several model parts, which are pipeline stages of one rank.
+        ValueError: several model parts, that is, several pipeline stages on one rank.
         TypeError: the optimizer has no store.
     """
 
@@ -44,7 +44,7 @@ class Container(torch.optim.Optimizer):
         self.optimizers = [optimizer]
         self.model_parts = list(model_parts)
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        super().__init__(params, {})  # For hooks of steps.
+        super().__init__(params, {})  # Supports hooks of steps.
 
     @property
     def store(self) -> TierStore:
@@ -71,24 +71,24 @@ class Container(torch.optim.Optimizer):
         return {"tierstore_step": self.store.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Require that the state is at the step of the store; nothing is loaded.
+        """Require that the state is at the step of the store. Load nothing.
 
         Raises:
-            ValueError: it is of another step, or of an optimizer without a store.
+            ValueError: the state is of another step, or of an optimizer without a store.
         """
         if state_dict != self.state_dict():
             raise ValueError(
-                "this checkpoint is not where the store continues, which is its step "
+                "this checkpoint conflicts with the store, which continues from its step "
                 f"{self.store.step}: let `Checkpointer` load it, or open the store in a new "
-                "directory and load the weights alone"
+                "directory and load only the weights"
             )
 
 
 def only_part(model_parts: Sequence[nn.Module]) -> nn.Module:
-    """Return the one part of a model.
+    """Return the single part of a model.
 
     Raises:
-        ValueError: there are several, or none.
+        ValueError: the model has several parts, or none.
     """
     if len(model_parts) != 1:
         raise ValueError(
@@ -99,14 +99,14 @@ def only_part(model_parts: Sequence[nn.Module]) -> nn.Module:
 
 
 class _ResumedData:
-    """A data loader whose first iterator leaves the random generators as they were committed."""
+    """A data loader whose first iterator leaves random generators in their committed state."""
 
     def __init__(self, loader: Any, random: RandomLater) -> None:
         self._loader = loader
         self._random = random
 
     def __iter__(self) -> Iterator[Any]:
-        # It draws a seed, which the commit has drawn already.
+        # iter() draws a seed. The committed generators have drawn it already.
         iterator: Iterator[Any] = iter(self._loader)
         self._random.set()
         return iterator
@@ -123,13 +123,13 @@ class Checkpointer:
 
     Args:
         trainer: a ``torchtitan.train.Trainer`` whose ``optimizers`` are a ``Container``.
-        folder: checkpoints are published here as ``step-<n>``, with keys as torchtitan has them;
-            one that is there is replaced.
-        interval: number of steps from one checkpoint to the next; None for none.
-        keep_last: number of checkpoints to keep, as of ``TierStore.checkpoint()``.
+        folder: checkpoints are published here as ``step-<n>``, with the keys of torchtitan. An
+            existing one is replaced.
+        interval: number of steps from one checkpoint to the next; None: no checkpoints.
+        keep_last: number of checkpoints to keep, as in ``TierStore.checkpoint()``.
 
     Raises:
-        TypeError: the optimizers are no ``Container``.
+        TypeError: the optimizers are not a ``Container``.
         ValueError: ``interval`` without ``folder`` or below 1, or the store has steps.
     """
 
@@ -150,7 +150,7 @@ class Checkpointer:
         if interval is not None and (folder is None or interval < 1):
             raise ValueError(f"interval={interval} needs a folder, and to be at least 1")
         if trainer.dataloader is None:
-            raise ValueError("the Trainer has no dataloader, whose state a commit holds")
+            raise ValueError("the Trainer has no dataloader, but a commit needs its state")
         if container.store.step:
             raise ValueError(
                 f"the store is at step {container.store.step} already: make the checkpointer "
@@ -164,22 +164,22 @@ class Checkpointer:
         self._interval = interval
         self._keep_last = keep_last
         self._saved = 0  # The last step that save() was called for.
-        self._around = sys.exc_info()[1]  # An error that the program is handling, but not ours.
+        self._around = sys.exc_info()[1]  # An earlier error that the program is handling.
 
     def load(self, step: int = -1) -> bool:
-        """Restore the last commit of the store; return whether there was one.
+        """Restore the last commit of the store; return whether it exists.
 
         Args:
-            step: -1, for the last one.
+            step: -1 for the last commit.
 
         Raises:
-            ValueError: another step is wanted, or no such Trainer made the commit.
+            ValueError: another step is requested, or another program made the commit.
             RunMismatchError: the run does not fit the model.
         """
         store = self._store
         if step not in (-1, store.committed.step):
             raise ValueError(
-                f"step {step} is not where the store continues, which is its step "
+                f"step {step} conflicts with the store, which continues from its step "
                 f"{store.committed.step}: leave out `load_step`"
             )
         require_own(store.committed, "trainer", _MAKER, dist.get_world_size())
@@ -196,7 +196,7 @@ class Checkpointer:
 
         Args:
             curr_step: the step of the Trainer.
-            last_step: a checkpoint is due at the end, too.
+            last_step: whether this is the last step. A checkpoint is then also due.
 
         Raises:
             TypeError, ValueError: the state of data or Trainer cannot be stored.
@@ -222,7 +222,7 @@ class Checkpointer:
         """Do nothing: a step waits for what it needs."""
 
     def close(self) -> None:
-        """Close the store, without a step that save() was not called for."""
+        """Close the store. A step without a call of save() is not committed."""
         kind, error, traceback = sys.exc_info()
         if error is self._around:
             kind = error = traceback = None

@@ -38,7 +38,7 @@ class Chunk:
         )
 
     def within(self, outer: Chunk) -> Chunk:
-        """Return the same rectangle, with offsets from those of a chunk that contains it."""
+        """Return the same rectangle with offsets relative to a chunk that contains it."""
         pairs = zip(self.offsets, outer.offsets, strict=True)
         return Chunk(tuple(own - begin for own, begin in pairs), self.sizes)
 
@@ -58,12 +58,12 @@ class Chunk:
 
 
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return the dimensions of a strided tensor from the outermost in memory to the innermost."""
+    """Return the dimensions of a strided tensor from outermost to innermost in memory."""
     return sorted(range(len(shape)), key=lambda dim: -strides[dim])
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a strided tensor is, in its storage order, row-major without gaps."""
+    """Return whether a strided tensor is row-major without gaps in its storage order."""
     order = storage_order(shape, strides)
     sizes = [shape[dim] for dim in order]
     return not math.prod(sizes) or all(
@@ -75,8 +75,8 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
     """Return the elements [start, stop) of the row-major order as chunks, in that order.
 
-    Each chunk is contiguous in the flat order. An N-d range is at most 2N - 1 chunks: from
-    ``start`` to ever larger sub-tensors, and from there to ever smaller ones up to ``stop``.
+    Each chunk is contiguous in the flat order. A range of an N-d tensor has at most 2N - 1 chunks:
+    from ``start`` on, sub-tensors grow; then they shrink up to ``stop``.
 
     Raises:
         ValueError: a size is negative, or the range does not lie within the tensor.
@@ -95,13 +95,13 @@ def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> list[Chunk
         return [Chunk((0,) * len(shape), tuple(shape))]
     # Elements from one index of a dimension to the next. No size is 0 from here on.
     row = math.prod(shape[1:])
-    if start % row == stop % row == 0:  # Most ranges.
+    if start % row == stop % row == 0:  # The most common case.
         first = start // row, *[0] * (len(shape) - 1)
         return [Chunk(first, (stop // row - start // row, *shape[1:]))]
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     chunks = []
     while start < stop:
-        # The outermost dimension of which a whole row begins here and fits.
+        # The outermost dimension in which a complete row starts at this position and fits.
         dimension = next(
             d for d, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop
         )

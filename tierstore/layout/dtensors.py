@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-# The usual classes of plain tensors, quickly told from a DTensor in a step of many parameters.
+# The usual classes of plain tensors, to distinguish them quickly from a DTensor in a step.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -44,9 +44,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of changes of a tensor in place, as autograd counts them.
+    """Return the number of in-place changes of a tensor, as counted by autograd.
 
-    Changes through ``.data`` or numpy, and those of inference tensors, are not counted.
+    Changes through ``.data`` or numpy, and changes of inference tensors, are not counted.
     """
     local = local_tensor(tensor)
     return 0 if local.is_inference() else local._version
@@ -63,10 +63,10 @@ def placed_as(
     Args:
         parameter: plain, or a DTensor.
         local: the local tensor of this rank, of any dtype and on any device.
-        shape: of the whole tensor; None: the parameter's. Where it has another size than the
-            parameter, ranks that cut the parameter have copies.
-        part: what this rank holds of the parameter, if ranks hold uneven parts. The result then
-            tells it to ``torch.distributed.checkpoint``.
+        shape: shape of the whole tensor; None: shape of the parameter. Along a dimension whose size
+            differs from the parameter, ranks that cut the parameter hold copies.
+        part: this rank's part of the parameter, if ranks hold uneven parts. The result then
+            reports it to ``torch.distributed.checkpoint``.
 
     Returns:
         A DTensor of the parameter's mesh and placements, or ``local`` itself.
@@ -87,7 +87,7 @@ def placed_as(
     )
     if placements == spec.placements:
         spec = dataclasses.replace(spec, tensor_meta=meta)
-    else:  # What else a spec has follows from its placements.
+    else:  # The other fields of a spec follow from its placements.
         spec = type(spec)(spec.mesh, placements, tensor_meta=meta)
     # from_local() would copy to the device of the mesh.
     make = cast("Callable[..., DTensor]", DTensor)
@@ -100,7 +100,7 @@ def placed_as(
 
 
 def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
-    """Let a DTensor tell ``torch.distributed.checkpoint`` what this rank holds.
+    """Make a DTensor report this rank's chunk to ``torch.distributed.checkpoint``.
 
     DTensor asks its local tensor for these functions.
     """
@@ -117,14 +117,14 @@ def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
         properties = TensorProperties.create_from_tensor(written.to_local())
         data = TensorWriteData(place, properties, written.size())
         index = MetadataIndex(name, place.offsets)
-        # What is empty would be taken for the part of another rank that begins at the same place.
+        # An empty part would be mistaken for another rank's part that begins at the same place.
         is_written = chunk.numel > 0 or written.numel() == 0
         return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)] if is_written else []
 
     local: Any = tensor._local_tensor
     local.__create_chunk_list__ = lambda: [place]
     local.__create_write_items__ = write_items
-    local.__getstate__ = dict  # torch.save() leaves the functions out, which cannot be pickled.
+    local.__getstate__ = dict  # torch.save() leaves out the functions: they cannot be pickled.
 
 
 def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -135,7 +135,7 @@ def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def describe_placement(tensor: torch.Tensor) -> str:
-    """Return the placements of a tensor as text for messages."""
+    """Return text for the placements of a tensor."""
     placement = _placement(tensor)
     return "a plain tensor" if placement is None else f"{placement[0]} on {placement[1]}"
 
@@ -148,10 +148,10 @@ def _placement(tensor: torch.Tensor) -> tuple[Sequence[Placement], object] | Non
 
 
 def listed_chunks(tensor: torch.Tensor) -> list[Chunk] | None:
-    """Return what this rank holds of a DTensor, as it says itself; None if it says nothing.
+    """Return this rank's chunks of a DTensor by its own chunk list; None if it has no list.
 
-    The local tensor then has a function ``__create_chunk_list__``, as Megatron-FSDP adds it and
-    ``torch.distributed.checkpoint`` asks for it.
+    The list comes from a function ``__create_chunk_list__`` of the local tensor. Megatron-FSDP
+    adds it, and ``torch.distributed.checkpoint`` calls it.
 
     Raises:
         ValueError: the function fails.
@@ -170,9 +170,9 @@ def listed_chunks(tensor: torch.Tensor) -> list[Chunk] | None:
 
 
 def is_uneven(tensor: torch.Tensor) -> bool:
-    """Return whether this rank holds another part of a DTensor than its placements say.
+    """Return whether this rank's part of a DTensor differs from its placements.
 
-    PyTorch cannot gather it.
+    PyTorch cannot gather such a DTensor.
     """
     if not is_dtensor(tensor):
         return False
@@ -188,7 +188,7 @@ def is_uneven(tensor: torch.Tensor) -> bool:
 
 
 def same_shape(found: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return whether two shapes are equal, or both without elements.
+    """Return whether two shapes are equal, or both have no elements.
 
     FSDP leaves empty shards in any shape.
     """
@@ -196,11 +196,11 @@ def same_shape(found: Sequence[int], expected: Sequence[int]) -> bool:
 
 
 def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
-    """Return the ranks that hold a tensor, and its sharding over them by its placements.
+    """Return the ranks that hold a tensor, and its sharding over these ranks by its placements.
 
     Args:
         tensor: plain, or a DTensor.
-        global_ranks: rank of the job -> its global rank, which a mesh names. The returned
+        global_ranks: rank of the job -> its global rank. A mesh has global ranks. The returned
             ranks are ranks of the job.
 
     Raises:

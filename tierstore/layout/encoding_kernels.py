@@ -1,7 +1,6 @@
-"""Encodings as native kernels for a CPU: one pass over memory, with the bits of torch's operations.
+"""Native CPU kernels of encodings: one pass over memory, with the same bits as torch's operations.
 
-Tensors are what fit() takes, of one shape and of the dtypes that ``tierstore.layout.encodings``
-gives them.
+Tensors must pass fit(), and have one shape and the dtypes of ``tierstore.layout.encodings``.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 logger = logging.getLogger("tierstore")
 
 _THREAD_NUMEL = 1 << 16
-"""Elements for which one more thread pays."""
+"""Elements for which one more thread is worthwhile."""
 
 
 def fit(*tensors: torch.Tensor) -> bool:
-    """Return whether there are kernels for these tensors.
+    """Return whether kernels exist for these tensors.
 
-    Not for subclasses, which may have no memory of their own, nor for freed tensors.
+    False for subclasses, because they may have no memory of their own, and for freed tensors.
     """
     return _kernels() is not None and all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -78,7 +77,7 @@ def encode_blocks(
     numbers: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
-    """Encode float32 values, with chances at random; see decode_blocks()."""
+    """Encode float32 values with random chances; see decode_blocks()."""
     getattr(_kernels(), f"encode_{_name_of(numbers)}")(
         values.data_ptr(),
         0 if chances is None else chances.data_ptr(),
@@ -90,7 +89,7 @@ def encode_blocks(
 
 @functools.cache
 def _kernels() -> Any:
-    """Return the native module, or None where the processor lacks AVX2 or it is not built."""
+    """Return the native module; None if the processor lacks AVX2 or the module is not built."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Encodings: forms of states that take fewer bytes of a page than their values.
+"""Encodings: forms of states that take fewer bytes in a page than their values.
 
-An encoding keeps one or more tensors for a state, the *stored* tensors. An EncodedState over them
-reads and writes the values.
+An encoding keeps one or more tensors for a state, the *stored* tensors. An EncodedState reads and
+writes the values through these tensors.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ MASTER = "master"
 """Name of the state that every parameter has: the value that a step updates."""
 
 REMAINDER = "master_remainder"
-"""Name of the stored tensor that makes a parameter the master."""
+"""Name of the stored tensor that, together with the parameter, makes the master."""
 
 
 BLOCK_COLUMNS = 256
-"""Columns of a parameter that have one scale, of a state in 8 bits."""
+"""Columns of a parameter that share one scale of a state in 8 bits."""
 
 _INFINITY = 0x7F800000  # In float32. Larger numbers, without the sign, are NaNs.
 
-# MKL, which takes torch's roots, chooses their kernel in the first call. If two threads are in it,
-# one may get a kernel with errors of 1e-4. Each optimizer with a store has imported this module.
+# torch takes roots with MKL, and MKL chooses the kernel in the first call. If two threads make that
+# call, one may get a kernel with errors of 1e-4. Each optimizer with a store imports this module.
 for _dtype in (torch.float32, torch.float64):
     torch.ones(1, dtype=_dtype, device="cpu").sqrt()
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that pages keep of a state."""
+    """A tensor that pages keep for a state."""
 
     name: str
     """Name of the state, unless the state is encoded."""
@@ -44,10 +44,10 @@ class StoredTensor(NamedTuple):
     columns: int = 1
     """Columns of the parameter that share one element."""
     shape: tuple[int, ...] | None = None
-    """Shape of the state, if the parameter has another."""
+    """Shape of the state, if it differs from the parameter."""
     shared: tuple[bool, ...] | None = None
-    """For each dimension whether all indices of it share an element, of a state along the
-    parameter; see PagedParameter.shapes."""
+    """For a state along the parameter: for each dimension, whether all its indices share an
+    element. See PagedParameter.shapes."""
 
     @property
     def is_free(self) -> bool:
@@ -55,11 +55,11 @@ class StoredTensor(NamedTuple):
         return self.shape is not None and self.shared is None
 
     def chunk(self, chunk: Chunk) -> Chunk:
-        """Return the elements that belong to a chunk of the parameter, which cuts no block.
+        """Return the elements that belong to a chunk of the parameter. The chunk cuts no block.
 
-        An element of a state along the parameter belongs to every chunk that has a part of what it
-        is for, such as a row: these chunks have copies of it. A free state belongs to all of the
-        parameter.
+        In a state along the parameter, an element stands for a part of the parameter, such as a
+        row. Every chunk that overlaps this part has a copy of the element. A free state belongs to
+        the whole parameter.
         """
         if self.is_free:
             assert self.shape is not None
@@ -83,11 +83,11 @@ class StoredTensor(NamedTuple):
         return any(shared and at > 0 for shared, at in pairs)
 
     def numel_of(self, numel: int, shape: Sequence[int]) -> int:
-        """Return about how many elements go with consecutive elements of a parameter.
+        """Return the approximate number of elements for consecutive elements of a parameter.
 
         Args:
             numel: number of elements of the parameter.
-            shape: its shape.
+            shape: shape of the parameter.
         """
         if self.shape is None:
             columns = max(1, math.prod(shape[-1:]))
@@ -100,17 +100,17 @@ class StoredTensor(NamedTuple):
 
 
 class EncodedState(ABC):
-    """A state of a chunk whose values are not in the page as they are.
+    """A state of a chunk whose values are encoded in the page.
 
-    An optimizer changes a part of it by ``values = state[part].read()``, a computation, and
+    To change a part, an optimizer calls ``values = state[part].read()``, computes, and calls
     ``state[part].write(values)``.
     """
 
     __slots__ = ()
 
     BLOCK_COLUMNS: ClassVar[int] = BLOCK_COLUMNS
-    """Slices of a state in 8 bits begin at multiples of this column, and end there or at the end of
-    a row."""
+    """Slices of a state in 8 bits begin at multiples of this number of columns. They end at
+    multiples or at the end of a row."""
 
     @property
     @abstractmethod
@@ -126,26 +126,26 @@ class EncodedState(ABC):
         """Encode values.
 
         Args:
-            values: of the dtype and shape of those that read() returns.
+            values: values of the dtype and shape that read() returns.
             chances: float32 in [0, 1), of the shape of the state. Each value is then rounded up or
-                down so that the mean over all chances is the value. None: to the nearest number.
+                down. The mean over all chances is the value. None: round to the nearest number.
         """
 
     @abstractmethod
     def __getitem__(self, index: Any) -> EncodedState:
-        """Return the state of some rows and columns, as slices select them from a tensor."""
+        """Return the state of some rows and columns, selected by slices as in a tensor."""
 
     @abstractmethod
     def zero_(self) -> None:
-        """Encode zeros; of a master, the parameter."""
+        """Encode zeros; for a master, encode the parameter."""
 
 
 class JoinedState:
     """A free state that takes several records.
 
     Args:
-        parts: the place of each record in the state, and its tensor.
-        shape: of the state.
+        parts: for each record, its place in the state and its tensor.
+        shape: shape of the state.
     """
 
     __slots__ = ("parts", "shape")
@@ -163,7 +163,7 @@ class JoinedState:
         return whole
 
     def write(self, values: torch.Tensor) -> None:
-        """Set the state, from values of any dtype and device."""
+        """Set the state to values of any dtype and device."""
         for chunk, part in self.parts:
             part.copy_(chunk.select(values))
 
@@ -181,25 +181,25 @@ class Encoding(ABC):
 
     @abstractmethod
     def stored(self, state: str) -> Sequence[StoredTensor]:
-        """Return what pages keep of a state."""
+        """Return the stored tensors of a state."""
 
     @abstractmethod
     def over(self, state: str, tensors: Mapping[str, torch.Tensor]) -> EncodedState:
-        """Return a state over its stored tensors, given all tensors of a chunk by their names."""
+        """Return a state over its stored tensors, given all tensors of a chunk by name."""
 
 
 class SplitMaster(EncodedState):
-    """A float32 master as the parameter and the bits that rounding it takes away.
+    """A float32 master, stored as the parameter and the bits that rounding takes away.
 
-    The parameter is the master rounded to bfloat16, halves away from zero; the remainder is the
-    difference of their bits, a number from -0x8000 to 0x7fff. So their sum is the master, bit for
-    bit. With halves to even two masters would share a pair: 0x3f808000 rounds to 0x3f80, and
-    0x3f7f8000 too, both by half a unit. Example::
+    The parameter is the master rounded to bfloat16, halves away from zero. The remainder is the
+    difference of their bits, a number from -0x8000 to 0x7fff. Parameter plus remainder is the
+    master, bit for bit. If halves rounded to even, two masters would share a pair: 0x3f808000 and
+    0x3f7f8000 would both round to 0x3f80, by half a unit. Example::
 
         master 0x3f7f9000 = parameter 0x3f800000 + remainder -0x7000
 
-    A remainder of 8 bits is the upper byte of that, of a master rounded to 24 bits. A NaN stays a
-    NaN, of which the sign alone is kept.
+    A remainder of 8 bits is the upper byte of this difference, for a master rounded to 24 bits. A
+    NaN stays a NaN and keeps only its sign.
 
     Args:
         parameter: bfloat16, of any shape.
@@ -228,9 +228,9 @@ class SplitMaster(EncodedState):
         low = self._remainder.to(torch.int32)
         if self._shift:
             low.bitwise_left_shift_(self._shift)
-        # A program may have changed the parameter, to a zero for example, and not the remainder,
-        # so that the sum is a NaN: then the parameter is the master. Integers are several times
-        # faster than bools.
+        # A program may have changed the parameter, for example to zero, but not the remainder. The
+        # sum may then be a NaN. In this case the parameter is the master. Integers are several
+        # times faster than bools.
         is_number = (
             (high + low).bitwise_and_(0x7FFFFFFF).sub_(_INFINITY + 1).bitwise_right_shift_(31)
         )
@@ -238,24 +238,24 @@ class SplitMaster(EncodedState):
 
     @override
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
-        assert chances is None  # A parameter rounds as its master says.
+        assert chances is None  # The rounding of a parameter follows from its master.
         if _fit([values], self._parameter, self._remainder):
             encoding_kernels.encode_split(values, self._parameter, self._remainder)
             return
-        # The lower bits of a NaN may be all that it has, and rounded it may be a number.
+        # A NaN may have only low bits set. Rounding could make it a number.
         numbers = torch.nan_to_num(values, math.nan, math.inf, -math.inf).copysign_(values)
         bits = numbers.view(torch.int32)
         if self._shift:
             bits.add_(1 << self._shift - 1)
-        # Integers are narrowed without their upper bits.
+        # Narrowing an integer drops its upper bits.
         self._remainder.copy_(bits >> self._shift if self._shift else bits)
         self._parameter.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
     def drop_remainders(self, before: torch.Tensor) -> torch.Tensor:
-        """Let the parameter be the master where it was changed.
+        """Set the master to the parameter where the parameter was changed.
 
         Args:
-            before: bfloat16, the parameter as the remainder belongs to it.
+            before: bfloat16, the parameter for which the remainder was computed.
 
         Returns:
             Bool of shape (): whether any element was changed.
@@ -275,29 +275,29 @@ class SplitMaster(EncodedState):
 
     @property
     def _shift(self) -> int:
-        """Bits of the difference that the remainder does not have."""
+        """Number of bits of the difference that the remainder lacks."""
         return 16 - 8 * self._remainder.itemsize
 
 
 class RootState(EncodedState):
-    """Values as the fourth powers of whole numbers, times a scale for each block of columns.
+    """Values stored as fourth powers of whole numbers, times a scale for each block of columns.
 
-    The scale is the largest magnitude in the block by the fourth power of the largest number. The
-    distance of neighbours is a part of their own size, so that one large element does not spoil the
-    small ones beside it. With a sign, numbers are -127 to 127: the distance is 3.1% of the largest
-    magnitude there, 10% of a hundredth of it, and 56% of a hundred-thousandth. Without one they are
-    0 to 255: 1.6%, 5% and 28%. Such a value above 0 is never rounded to 0, by whose root Adam would
-    divide, unless the largest value in its block is about 1e-35 or less.
+    The scale is the largest magnitude in the block divided by the fourth power of the largest
+    number. The spacing of values shrinks with their size, so small elements beside a large one stay
+    accurate. Signed numbers are -127 to 127: the spacing is 3.1% at the largest magnitude, 10% at a
+    hundredth of it, and 56% at a hundred-thousandth. Unsigned numbers are 0 to 255: 1.6%, 5%, 28%.
+    Adam divides by the root of an unsigned value, so a value above 0 is never rounded to 0, unless
+    the largest value in its block is about 1e-35 or less.
 
-    A value has one number wherever it is computed: all operations but roots are exact or rounded as
-    IEEE 754 says, and roots may be a few units too large, since a value just below a fourth power
-    is rounded to it either way, with chances of 16 bits. A block with a number that is not finite
-    is NaN.
+    A value gets the same number wherever it is computed. All operations except roots are exact or
+    rounded by IEEE 754. Roots may be a few units too large. This has no effect: a value just below
+    a fourth power is rounded to it in any case, with chances of 16 bits. A block with a number that
+    is not finite is NaN.
 
     Args:
-        name: of the state.
-        numbers: int8 for values with a sign, uint8 for values from 0 on; shape (..., columns).
-        scales: float32, shape (..., blocks): of each BLOCK_COLUMNS columns.
+        name: name of the state.
+        numbers: int8 for signed values, uint8 for values of at least 0; shape (..., columns).
+        scales: float32, shape (..., blocks): one for each BLOCK_COLUMNS columns.
     """
 
     __slots__ = ("_name", "_numbers", "_scales")
@@ -331,7 +331,7 @@ class RootState(EncodedState):
         if _fit(given, self._numbers) and encoding_kernels.fit(self._scales):
             encoding_kernels.encode_blocks(values, chances, self._numbers, self._scales)
             return
-        # A tensor: a GPU would multiply by the reciprocal of a number.
+        # Divide by a tensor: for a Python number, a GPU multiplies by the reciprocal.
         top = torch.full((), self._largest**4, dtype=torch.float32, device=values.device)
         ratios = torch.empty_like(values)
         pairs = zip(_blocks(values, self._scales), _blocks(ratios, self._scales), strict=True)
@@ -339,7 +339,7 @@ class RootState(EncodedState):
             largest = of_blocks.abs().amax(-1, keepdim=True)  # (..., blocks, 1)
             scale = (largest / top).masked_fill_(~largest.isfinite(), torch.nan)
             scales.copy_(scale)
-            # A block of zeros has the scale 0, and so have numbers too small for a scale.
+            # Blocks of zeros, and of numbers too small for a scale, have the scale 0.
             torch.div(of_blocks, torch.where(scale > 0, scale, 1), out=target)
         self._numbers.copy_(self._encoded(ratios.nan_to_num_(0, 0, 0), chances))
 
@@ -367,7 +367,7 @@ class RootState(EncodedState):
 
     @property
     def _largest(self) -> int:
-        """The number of the largest magnitude in a block."""
+        """The number that stands for the largest magnitude in a block."""
         return 127 if self._numbers.dtype == torch.int8 else 255
 
     def _encoded(self, values: torch.Tensor, chances: torch.Tensor | None) -> torch.Tensor:
@@ -375,7 +375,7 @@ class RootState(EncodedState):
         sizes = values.abs()
         below = sizes.sqrt().sqrt_().floor_().clamp_(0, self._largest - 1)
         low, high = below.square().square_(), (below + 1).square_().square_()
-        parts = sizes.sub_(low).div_(high.sub_(low))  # Between the two neighbours, in [0, 1].
+        parts = sizes.sub_(low).div_(high.sub_(low))  # Position between the neighbours, in [0, 1].
         rises = parts.gt_(0.5 if chances is None else chances)  # 0 or 1.
         numbers = below.add_(rises)
         if self._numbers.dtype == torch.int8:
@@ -384,7 +384,7 @@ class RootState(EncodedState):
 
 
 def _fit(given: Sequence[torch.Tensor], *stored: torch.Tensor) -> bool:
-    """Return whether a kernel encodes what is given: float32, of the shape of what is stored."""
+    """Return whether a kernel encodes these tensors: float32, with the shape of the stored ones."""
     return (
         all(tensor.dtype == torch.float32 for tensor in given)
         and len({tensor.shape for tensor in (*given, *stored)}) == 1
@@ -459,7 +459,7 @@ def encodings_of(state: str) -> Sequence[str]:
 
 
 def whole_blocks(shape: Sequence[int], chunk: Chunk) -> Chunk:
-    """Return the smallest chunk around a chunk of a tensor that cuts no block of 8-bit states."""
+    """Return the smallest chunk that contains a chunk and cuts no block of 8-bit states."""
     if not shape:
         return chunk
     first = chunk.offsets[-1] // BLOCK_COLUMNS * BLOCK_COLUMNS
@@ -468,12 +468,12 @@ def whole_blocks(shape: Sequence[int], chunk: Chunk) -> Chunk:
 
 
 def values_of(state: AnyState) -> torch.Tensor:
-    """Return the values of a state: the tensor itself, if it is one."""
+    """Return the values of a state. A tensor is returned itself."""
     return state if isinstance(state, torch.Tensor) else state.read()
 
 
 def assign(state: AnyState, values: torch.Tensor) -> None:
-    """Set the values of a state, from values of any dtype and device."""
+    """Set the values of a state to values of any dtype and device."""
     if isinstance(state, torch.Tensor):
         state.copy_(values)
     else:

@@ -1,4 +1,4 @@
-"""Evidence in the param groups of other optimizers: their rule is AdamW, Muon, or another."""
+"""Detection of the rule of a param group of another optimizer: AdamW, Muon, or another rule."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ AVERAGE, HEAVY_BALL = "average", "heavy-ball"
 MOMENTUM = "momentum_buffer"
 
 _OTHER_MOMENTUM = {"dampening": "SGD", "centered": "RMSprop", "matrix_eps": "Shampoo"}
-"""Key of the groups of rules whose momentum_buffer is not Muon's -> the rule."""
+"""Key of a group whose momentum_buffer is not Muon's -> the rule of the group."""
 
 RULE = "rule"
 """Key of committed groups of ``tierstore.Paged``: the name of the class."""
 
 LR_RATIO = "adamw_lr_ratio"
-"""Key of KellerJordan's groups before 2025, which had either convention."""
+"""Key of KellerJordan's groups before 2025. These had either convention."""
 
-# The keys of param groups. Other optimizers have some of them and another convention, so that only
-# all of them tell one.
+# The keys of param groups. Other optimizers with a different convention have some of these keys, so
+# only all keys together identify the convention.
 _KELLERJORDAN = {"lr", "momentum", "weight_decay", "use_muon"}
 _OF_ONE_GROUP = {"lr", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"}
 _MOONLIGHT = {*_OF_ONE_GROUP, "wd"}
 _MOTIF = {*_OF_ONE_GROUP, "weight_decay", "none_grad", "use_muon"}
 
-# Keys of rules with AdamW's states that step otherwise.
+# Keys of rules that have AdamW's states but a different step.
 _OTHERS = {
     "NAdam": ("momentum_decay",),
     "LAMB": ("grad_averaging", "max_grad_norm", "trust_clip", "always_adapt", "use_nvlamb"),
@@ -40,7 +40,7 @@ _OTHERS = {
 }
 
 
-# The value that AdamW's rule has for keys of its relatives.
+# Key of a rule related to AdamW -> its value in AdamW.
 _OF_ADAMW = {
     **{"amsgrad": False, "decoupled_weight_decay": True, "bias_correction": True},
     **{"correct_bias": True, "adam_w_mode": True, "adamw_mode": True},
@@ -48,16 +48,16 @@ _OF_ADAMW = {
 
 
 def other_rule(saved: Mapping[str, Any]) -> str | None:
-    """Return why AdamW is not the rule of a param group with AdamW's states; None if it may be.
+    """Return the reason why a param group with AdamW's states has another rule, or None.
 
     Args:
-        saved: the group as another optimizer has it.
+        saved: the group, in the form of its optimizer.
     """
     if "algorithm" in saved:
         return None
     is_adamw = saved.get("decoupled_weight_decay") is not None and "amsgrad" in saved
     for rule, keys in _OTHERS.items():
-        for key in () if is_adamw else keys:  # A program may have such a key of its own.
+        for key in () if is_adamw else keys:  # A program may add such a key.
             if saved.get(key):
                 return f"{key}={saved[key]!r} is of {rule}"
     for key, of_adamw in _OF_ADAMW.items():
@@ -69,31 +69,31 @@ def other_rule(saved: Mapping[str, Any]) -> str | None:
 
 
 def is_radam_or_nadam(saved: Mapping[str, Any]) -> bool:
-    """Return whether a group with AdamW's states is of RAdam or NAdam of ``torch.optim``."""
+    """Return whether a group with AdamW's states belongs to RAdam or NAdam of ``torch.optim``."""
     return saved.get("decoupled_weight_decay") is not None and "amsgrad" not in saved
 
 
 def may_be_adam(saved: Mapping[str, Any]) -> bool:
-    """Return whether a group with AdamW's states may also be of Adam, which decays otherwise."""
+    """Return whether a group with AdamW's states may belong to Adam, whose decay differs."""
     told = ("algorithm", "decoupled_weight_decay", "adam_w_mode", "adamw_mode", "use_muon")
     return bool(saved.get("weight_decay")) and not any(key in saved for key in told)
 
 
 def other_momentum(hyperparameters: Mapping[str, Any]) -> str | None:
-    """Return the key of a group that tells that its momentum is not Muon's; None: none does."""
+    """Return a key of a group that shows that its momentum is not Muon's, or None."""
     given = (k for k in _OTHER_MOMENTUM if hyperparameters.get(k) is not None)
     return None if "algorithm" in hyperparameters else next(given, None)
 
 
 def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -> str | None:
-    """Return the convention that the keys of a param group tell.
+    """Return the momentum convention of a param group, by its keys.
 
     Args:
-        hyperparameters: of the group, under the names that its optimizer has.
-        states: the names of the states of its parameters, likewise.
+        hyperparameters: the hyperparameters of the group, under the names of its optimizer.
+        states: the names of the states of its parameters in its optimizer.
 
     Returns:
-        AVERAGE also for groups without Muon's momentum; None if the keys do not tell.
+        AVERAGE also for groups without Muon's momentum; None if the keys do not decide.
     """
     given = {key for key, value in hyperparameters.items() if value is not None}
     keys = given - {"params", "param_names", "names"}
@@ -109,19 +109,19 @@ def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -
 
 
 def refuse_other_rule(saved: Mapping[str, Any], algorithm: str, where: str) -> None:
-    """Refuse a saved group whose optimizer has the states of an algorithm and steps otherwise.
+    """Refuse a saved group that has the states of an algorithm but a different step.
 
     Args:
         saved: the group as it was saved.
-        algorithm: "adamw" or "muon", as which its parameters begin.
+        algorithm: "adamw" or "muon", the algorithm that continues with the states.
         where: names the group in the error.
 
     Raises:
-        ValueError: names what speaks against the algorithm.
+        ValueError: the group does not fit; the message gives the evidence.
     """
     expected = {"adamw": "AdamW", "muon": "Muon"}[algorithm]
     if saved.get(RULE, expected) != expected:
-        raise ValueError(f"{where} is of {saved[RULE]}, and not of {expected}")
+        raise ValueError(f"{where} is of {saved[RULE]}, not of {expected}")
     if algorithm == "adamw":
         why = other_rule(saved)
         if why is not None:
@@ -135,7 +135,7 @@ def refuse_other_rule(saved: Mapping[str, Any], algorithm: str, where: str) -> N
         raise ValueError(f"{where} is not of Muon: {key}={saved[key]!r} is of {rule}")
     if convention_of(saved, [MOMENTUM]) != AVERAGE:
         raise ValueError(
-            f"{where} does not tell that its {MOMENTUM} is a running average, as that of "
-            "torch.optim.Muon is: `tierstore convert` makes it one, and takes "
-            "--momentum-convention where no file tells which it is"
+            f"{where} does not show that its {MOMENTUM} is a running average, as in "
+            "torch.optim.Muon: `tierstore convert` makes it one. If no file shows the convention, "
+            "pass --momentum-convention"
         )

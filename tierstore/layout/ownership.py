@@ -1,7 +1,7 @@
 """Ownership: the elements of every subgroup that each rank pages, steps and commits.
 
-A subgroup has the same parameters on every rank; a rank owns a part of each, about ``page_bytes``
-in all. Specs and holdings alone decide, so every rank knows the parts of all ranks.
+A subgroup has the same parameters on every rank. A rank owns a part of each parameter, together
+about ``page_bytes``. Parts follow from specs and holdings, so every rank knows all parts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class SharedParameter:
     holding: Holding
 
     flat: bool
-    """For a parameter that ranks hold whole: True if every rank owns an equal range of the elements
-    of a subgroup, False if one rank owns the parameter."""
+    """For a parameter that ranks hold whole: True if every rank owns an equal range of the
+    subgroup's elements, False if one rank owns the parameter."""
 
     cost: int
-    """Relative cost of owning it; comparable only among parameters with the same
+    """Relative cost of owning the parameter. Comparable only among parameters with the same
     ``elementwise``."""
 
 
@@ -49,8 +49,8 @@ class SharedShard:
     parameter: SharedParameter
 
     ranges: tuple[tuple[int, int], ...]
-    """Rank -> its elements [start, stop). They count the elements that the rank owns of the
-    parameter or, if ranks hold it whole, the elements of the parameter."""
+    """Rank -> its elements [start, stop). The indices count the elements of the parameter that the
+    rank owns or, if ranks hold the parameter whole, all its elements."""
 
     @property
     def spec(self) -> ParameterSpec:
@@ -59,7 +59,7 @@ class SharedShard:
 
     @property
     def chunks(self) -> list[list[Chunk]]:
-        """Rank -> the chunks that it owns; every element is in one chunk of one rank."""
+        """Rank -> the chunks that the rank owns. Every element is in one chunk of one rank."""
         return [[owned.whole for owned in self.owned(rank)] for rank in range(len(self.ranges))]
 
     def owned(self, rank: int) -> tuple[HeldChunk, ...]:
@@ -87,7 +87,7 @@ class SharedSubgroup:
         return all(shard.spec.elementwise for shard in self.shards)
 
     def of(self, rank: int) -> Subgroup:
-        """Return the subgroup of a rank; its shards of some parameters may be empty."""
+        """Return the subgroup of a rank. Its shards of some parameters may be empty."""
         shards = (
             ParameterShard(shard.spec, tuple(owned.whole for owned in shard.owned(rank)))
             for shard in self.shards
@@ -107,7 +107,7 @@ class SharedSubgroup:
 def owned_costs(subgroups: Iterable[SharedSubgroup], world_size: int) -> dict[bool, list[int]]:
     """Return the cost of the parameters that each rank owns whole, by ``elementwise`` and rank.
 
-    Costs with another value of ``elementwise`` have another unit.
+    Costs for the two values of ``elementwise`` have different units.
     """
     loads = {elementwise: [0] * world_size for elementwise in (False, True)}
     for shard in chain.from_iterable(subgroup.shards for subgroup in subgroups):
@@ -128,21 +128,21 @@ def partition_ranks(
 ) -> list[SharedSubgroup]:
     """Cut one param group into subgroups; a rank owns about ``page_bytes`` or less of each.
 
-    Parameters without elements are in none. The records of a page take more than
-    ``page_bytes`` only where one parameter that may not be cut does; the padding of
-    sections comes on top.
+    Parameters without elements are in no subgroup. The records of a page take more than
+    ``page_bytes`` only if a parameter that may not be cut takes more. The padding of sections is
+    not counted.
 
     Args:
         group: number of the group.
         parameters: the parameters of the group.
-        page_bytes: about how many bytes of a subgroup a rank may own.
+        page_bytes: approximate number of bytes of a subgroup that a rank may own.
         world_size: number of ranks.
-        loads: owned_costs() of earlier groups; the costs of this group are added.
+        loads: owned_costs() of earlier groups. The costs of this group are added.
         may_cut: whether a parameter that may be cut is cut where a page is full.
     """
     loads = owned_costs([], world_size) if loads is None else loads
-    # Pages come before owners: every rank has a part of each subgroup, perhaps an empty one. So
-    # all ranks step the same pages in the same order, which collectives need.
+    # Cut pages before choosing owners: every rank has a part of each subgroup, perhaps an empty
+    # part. All ranks then step the same pages in the same order, as collectives require.
     sequences = [_elements(parameter) for parameter in parameters]
     pages = cut_into_pages(sequences, page_bytes, may_cut=may_cut)
     owners = _owners(parameters, pages, loads)
@@ -164,7 +164,7 @@ def _owners(
 ) -> dict[Piece, int]:
     """Return the owner of each piece that one rank owns whole.
 
-    The pieces of all pages are assigned at once; page by page the loads of ranks would differ more.
+    Assigns the pieces of all pages at once. Page by page, the loads of ranks would differ more.
     """
     members: dict[tuple[tuple[int, ...], bool], list[Piece]] = {}
     for piece in chain.from_iterable(pages):
@@ -192,11 +192,11 @@ def _elements(parameter: SharedParameter) -> Elements:
     """Return the elements that fill the pages of the rank that owns most of a parameter."""
     spec, holding = parameter.spec, parameter.holding
     if holding.is_whole:
-        # Of parameters that stay whole each rank owns some; of one with units, whole pieces.
+        # Each rank owns some of the parameters that stay whole, and whole pieces of one with units.
         is_divided = parameter.flat or not (spec.elementwise or spec.unit)
         ranks = len(holding.ranks) if is_divided else 1
         return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
-    # The rank with most fills the pages, so that ``page_bytes`` bounds the pages of all ranks.
+    # The rank with the most elements fills the pages: ``page_bytes`` then bounds all ranks' pages.
     position, most = holding.fullest(spec.shape, spec.column_block)
     unit = spec.unit if _has_whole_units(parameter) else None
     local = replace(spec.rectangle(holding.local_shapes(spec.shape)[position]), unit=unit)
@@ -204,7 +204,7 @@ def _elements(parameter: SharedParameter) -> Elements:
 
 
 def _has_whole_units(parameter: SharedParameter) -> bool:
-    """Return whether every rank owns units of its local tensor in order, none of them in part."""
+    """Return whether every rank owns whole units of its local tensor, in order."""
     spec, holding = parameter.spec, parameter.holding
     return spec.unit is not None and holding.keeps_rows_together(spec.shape, spec.unit)
 
@@ -237,13 +237,13 @@ def _ranges(
             ranges[piece] = _sharded_ranges(
                 *(holding, spec.shape, spec.column_block, start, stop, world_size), by_rows=unit
             )
-    # decisions: Replicas own equal ranges. Equal over all pieces of the page together: a small
-    # parameter alone would leave most ranks without a part.
+    # decisions: Replicas own equal ranges. The ranges are equal over all pieces of the page
+    # together: a small parameter alone would leave most ranks without a part.
     for ranks, members in flat.items():
         owned = flat_ranges([piece.numel for piece in members], len(ranks))
         for piece, parts in zip(members, owned, strict=True):
             spec = parameters[piece.parameter].spec
-            # A block of columns has one scale, which two ranks cannot both write.
+            # A block of columns has one scale. Two ranks cannot both write it.
             moved = [
                 (
                     on_grid(spec.shape, piece.start + start, spec.column_block),
@@ -268,9 +268,9 @@ def _sharded_ranges(
 ) -> tuple[tuple[int, int], ...]:
     """Return the range of each rank for a range of the rank that owns most.
 
-    The same elements or, with ``by_rows``, the same rows of the local tensors, which may be of
-    unequal size: the parts of a unit on all ranks are then in one page. Rows are cut at multiples
-    of ``columns``.
+    Ranges have the same elements or, with ``by_rows``, the same rows of the local tensors. Local
+    tensors may differ in size. With ``by_rows``, the parts of a unit on all ranks are in one page.
+    Rows are cut at multiples of ``columns``.
     """
     owned = holding.owned_ranges(shape, columns)
     locals_ = holding.local_shapes(shape)
@@ -284,14 +284,14 @@ def _sharded_ranges(
         return begin, end
 
     parts = list(zip(owned, locals_, sizes, strict=True))
-    found = {part: cut_at(*part) for part in {*parts}}  # Hundreds of ranks have a few.
+    found = {part: cut_at(*part) for part in {*parts}}  # Hundreds of ranks have few distinct parts.
     return _rank_ranges(holding.ranks, [found[part] for part in parts], world_size)
 
 
 def _rank_ranges(
     ranks: Sequence[int], ranges: Sequence[tuple[int, int]], world_size: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the range of every rank, (0, 0) for those that have none."""
+    """Return the range of every rank; (0, 0) for a rank without one."""
     found = [(0, 0)] * world_size
     for rank, each in zip(ranks, ranges, strict=True):
         found[rank] = each
@@ -324,10 +324,10 @@ def _moved(part: Chunk, outer: Chunk) -> Chunk:
 
 
 def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the owner of each parameter, and the load of each rank afterwards.
+    """Return the owner of each parameter, and the resulting load of each rank.
 
-    Parameters are assigned in order of falling cost (then of position), each to the rank with
-    the smallest load (then with the lowest number).
+    Parameters are assigned in order of decreasing cost (ties: position), each to the rank with the
+    smallest load (ties: lowest number).
 
     Example: costs (5, 3, 3) over loads (0, 0): rank 0 gets the 5, rank 1 both 3; the result is
     ([0, 1, 1], [5, 6]).
@@ -337,12 +337,12 @@ def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[in
         loads: load of each rank before, in the same unit.
 
     Raises:
-        ValueError: there is no rank.
+        ValueError: ``loads`` is empty.
     """
     if not loads:
         raise ValueError("loads must have a number for each rank, got none")
-    # Ties are decided by position and number: every rank computes the owners by itself, and a rank
-    # that came to others would wait for a collective that nobody else begins.
+    # Break ties by position and number: every rank computes the owners by itself. With a different
+    # result, a rank would wait for a collective that no other rank begins.
     owners, sums = [0] * len(costs), list(loads)
     for parameter in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owner = min(range(len(sums)), key=sums.__getitem__)
@@ -354,7 +354,7 @@ def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[in
 def flat_ranges(numels: Sequence[int], world_size: int) -> list[list[tuple[int, int]]]:
     """Return parameter -> rank -> the range [start, stop) of its elements that the rank owns.
 
-    The parameters in order are a sequence of n elements, of which rank r owns
+    The parameters in order form a sequence of n elements. Rank r owns the elements
     [n * r // world_size, n * (r + 1) // world_size).
 
     Example: 4 and 5 elements on 3 ranks: [[(0, 3), (3, 4), (4, 4)], [(0, 0), (0, 2), (2, 5)]].
@@ -364,7 +364,7 @@ def flat_ranges(numels: Sequence[int], world_size: int) -> list[list[tuple[int, 
         world_size: number of ranks.
 
     Raises:
-        ValueError: there is no rank.
+        ValueError: ``world_size`` is less than 1.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")

@@ -6,8 +6,8 @@
     section = record | record | ...              one state of all shards of the subgroup
     record  = prefix | data | trailer | padding  what torch.load reads, see records.py
 
-Parameters that are their own master, or part of it, come first, in a section that a step writes
-and never reads, so that everything it reads is one range of the page.
+The section of parameters that are their own master, or part of it, comes first. A step writes this
+section and never reads it. All bytes that a step reads are therefore one range of the page.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Record:
 
     parameter: ParameterSpec
     chunk: Chunk
-    """Place in the state, of shape ``parameter.state_shape(state)``."""
+    """Place in the state. The state has the shape ``parameter.state_shape(state)``."""
     state: str
     """Name of the state, or of the stored tensor of an encoded state."""
     dtype: torch.dtype
@@ -66,12 +66,12 @@ class Record:
         return self.of_elements(buffer.view(self.dtype))
 
     def of_elements(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return view(), given the page buffer as a tensor of ``dtype``."""
+        """Return the same as view(), given the page buffer as a tensor of ``dtype``."""
         first = self.data_offset // self.dtype.itemsize
         return elements[first : first + self.chunk.numel].view(self.chunk.sizes)
 
     def over(self, memory: memoryview) -> torch.Tensor:
-        """Return the elements as a tensor whose storage is this part of the memory of a page.
+        """Return the elements as a tensor whose storage is only this part of a page's memory.
 
         torch.save() of the tensor writes only these elements.
         """
@@ -86,7 +86,7 @@ class RecordViews(NamedTuple):
     master: torch.Tensor
     """The record MASTER: the master, or the parameter."""
     states: Mapping[str, torch.Tensor | JoinedState]
-    """Name of any other stored tensor -> tensor."""
+    """Name of each other stored tensor -> tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class Section:
 
     state: str
     write_only: bool
-    """True for values of parameters; no step reads them."""
+    """True for values of parameters. Steps do not read them."""
     extent: Extent
     records: tuple[Record, ...]
 
     def blocks(self) -> list[Extent]:
-        """Return the blocks: ranges that have one checksum each."""
+        """Return the blocks. Each block has one checksum."""
         end = self.extent.offset + self.extent.nbytes
         return [
             Extent(offset, min(BLOCK_BYTES, end - offset))
@@ -121,7 +121,7 @@ class PageLayout:
     blocks: tuple[Extent, ...] = field(repr=False)
     """All blocks, in the order in which a commit lists their checksums."""
     digest: str
-    """Digest of all offsets and chunks; differs between any two layouts."""
+    """Digest of all offsets and chunks. Different layouts have different digests."""
 
     @property
     def parameter_names(self) -> list[str]:
@@ -140,9 +140,9 @@ class PageLayout:
 
     @property
     def may_lack_parameters(self) -> bool:
-        """True if no step needs the values of parameters that the page has.
+        """True if no step needs the parameter values in the page.
 
-        A parameter with an encoded master that a program writes to is compared with them.
+        If a program writes to a parameter with an encoded master, a step compares it with them.
         """
         shards = self.subgroup.shards
         is_encoded = any(shard.parameter.encoding(MASTER) is not None for shard in shards)
@@ -150,7 +150,7 @@ class PageLayout:
 
     @property
     def step_nbytes(self) -> int:
-        """Bytes that a step writes of the page if its commit adds values of parameters."""
+        """Bytes of the page that a step writes if the commit adds the parameter values."""
         written = self.readable if self.may_lack_parameters else self.sections
         return sum(section.extent.nbytes for section in written)
 
@@ -185,7 +185,7 @@ class PageLayout:
     def stamp(self, buffer: torch.Tensor, sections: Iterable[Section]) -> None:
         """Write the framing of the records of some sections, and zeros between records.
 
-        The data of records is not changed.
+        Does not change the data of records.
         """
         page = buffer.numpy()
         for section in sections:
@@ -209,10 +209,10 @@ def _joined(state: str, records: Sequence[Record], elements: torch.Tensor) -> Jo
 
 
 def lay_out(subgroup: Subgroup) -> PageLayout:
-    """Return the layout of the page of a subgroup. It depends on the subgroup alone."""
+    """Return the layout of the page of a subgroup. It depends only on the subgroup."""
     states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, StoredTensor]]] = {}
     for shard in subgroup.shards:
-        # Without chunks, another rank owns the shard.
+        # If the shard has no chunks, another rank owns it.
         for tensor in shard.parameter.stored if shard.chunks else ():
             write_only = tensor.name == MASTER and shard.parameter.stores_parameter
             members = states.setdefault((tensor.name, write_only), [])
@@ -248,7 +248,7 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
 
 
 def _digest(sections: Sequence[Section]) -> str:
-    """Return the digest of all offsets and chunks, which docs/reference/format.md defines."""
+    """Return the digest of all offsets and chunks. docs/reference/format.md defines it."""
     places = []
     for section in sections:
         records = [

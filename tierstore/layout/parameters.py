@@ -38,7 +38,7 @@ from tierstore.layout.state_parts import EMPTY, nested, state_path
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 STEPPED = "stepped"
-"""Scalar of rules without a step count: 1.0 for a parameter that has states, before it 0.0."""
+"""Scalar of rules without a step count: 1.0 for a parameter with states, else 0.0."""
 
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -52,28 +52,28 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """The properties of one parameter that the layout of pages depends on."""
+    """The properties of one parameter that determine the layout of pages."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     states: tuple[tuple[str, torch.dtype], ...]
-    """Name and dtype of each state besides the master."""
+    """Name and dtype of each state except the master."""
     elementwise: bool
     """True if the parameter may be cut at rows over several pages."""
     unit: int | None = None
     """Rows of the first dimension that stay together in one page; None: all, unless
     ``elementwise``."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Name and shape of each state that has another shape than the parameter."""
+    """Name and shape of each state whose shape differs from the parameter."""
     encodings: tuple[tuple[str, str], ...] = ()
     """Name and encoding of each state that is encoded in pages."""
     empty: tuple[tuple[str, str], ...] = ()
-    """Name and kind, of EMPTY, of each part of the state that has nothing."""
+    """Name and kind, from EMPTY, of each empty part of the state."""
 
     @property
     def owns_master(self) -> bool:
-        """True if the parameter is its own master, because it has the master's dtype."""
+        """True if the parameter has the dtype of its master and is therefore its own master."""
         return self.dtype == master_dtype(self.dtype)
 
     @property
@@ -94,7 +94,7 @@ class ParameterSpec:
         return found
 
     def values_of(self, state: str, dtype: torch.dtype) -> StoredTensor:
-        """Return the tensor that pages keep of a state that is not encoded."""
+        """Return the stored tensor of a state that is not encoded."""
         shape = dict(self.shapes).get(state)
         shared = None if shape is None else _shared(shape, self.shape)
         return StoredTensor(state, dtype, shape=shape, shared=shared)
@@ -105,17 +105,17 @@ class ParameterSpec:
 
     @functools.cached_property
     def stores_parameter(self) -> bool:
-        """True if what pages keep under MASTER is the parameter itself, which no step reads."""
+        """True if pages keep the parameter itself under MASTER. Steps do not read it."""
         return self.stored[0].dtype == self.dtype
 
     @functools.cached_property
     def column_block(self) -> int:
-        """Columns that stay together where a row is cut, from multiples of this number on."""
+        """Block of columns: a row may be cut only at multiples of this number."""
         return max(tensor.columns for tensor in self.stored)
 
     @property
     def free_states(self) -> list[str]:
-        """Names of the states that do not lie along the parameter, which stays whole for them."""
+        """Names of the free states: not along the parameter. The parameter then stays whole."""
         return [tensor.name for tensor in self.stored if tensor.is_free]
 
     def encoding(self, state: str) -> Encoding | None:
@@ -124,7 +124,7 @@ class ParameterSpec:
         return None if name is None else ENCODINGS[name]
 
     def bytes_of(self, numel: int) -> int:
-        """Return about the bytes that consecutive elements have in pages."""
+        """Return the approximate bytes of consecutive elements in pages."""
         return sum(
             tensor.numel_of(numel, self.shape) * tensor.dtype.itemsize for tensor in self.stored
         )
@@ -147,7 +147,7 @@ class ParameterSpec:
         See StoredTensor.chunk().
         """
         tensor = self._by_name.get(name)
-        return chunk if tensor is None else tensor.chunk(chunk)  # An encoded state has its shape.
+        return chunk if tensor is None else tensor.chunk(chunk)  # Encoded: the parameter's shape.
 
     def rectangle(self, shape: tuple[int, ...]) -> ParameterSpec:
         """Return the spec of a rectangle of the parameter."""
@@ -177,7 +177,7 @@ class ParameterSpec:
     def from_json(cls, fields: Mapping[str, Any]) -> ParameterSpec:
         """Rebuild a spec from to_json()."""
         shape = tuple(fields["shape"])
-        # Earlier layouts name the states with an element for each row.
+        # Earlier layouts list the names of states that have one element for each row.
         shapes = dict.fromkeys(fields.get("row_states", ()), (*shape[:-1], 1))
         shapes |= {state: tuple(sizes) for state, sizes in fields.get("shapes", {}).items()}
         return cls(
@@ -193,7 +193,7 @@ class ParameterSpec:
         )
 
     def describe(self) -> str:
-        """Return the spec as text for messages."""
+        """Return text for the spec."""
         shapes = dict(self.shapes)
         states = ", ".join(
             f"{name} {dtype_name(dtype)}{f' {list(shapes[name])}' if name in shapes else ''}"
@@ -219,49 +219,49 @@ class PagedParameter:
     """The parameter itself. The store writes the updated master into it after each page."""
 
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Name and dtype of each state besides "master"."""
+    """Name and dtype of each state except "master"."""
 
     initial: Mapping[str, float] = field(default_factory=dict)
-    """Value of the elements of a state before the first step, if it is not 0."""
+    """Name of a state -> value of its elements before the first step, if not 0."""
 
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Name -> shape of the states that have another shape than the parameter. A state *along* the
-    parameter has 1 in the place of some of its sizes: (rows, 1) is a number for each row. Chunks
-    that share its elements have copies, which the optimizer keeps equal. A state of any other
-    shape, as (rows, rows), is *free*: its parameter stays whole, and one rank owns it."""
+    """Name -> shape of each state whose shape differs from the parameter. A state *along* the
+    parameter has 1 in place of some sizes: (rows, 1) is a number for each row. Chunks that share
+    its elements have copies, and the optimizer keeps the copies equal. A state of any other shape,
+    such as (rows, rows), is *free*: its parameter stays whole, and one rank owns it."""
 
     empty: Mapping[str, str] = field(default_factory=dict)
-    """Name -> kind, of EMPTY, of the parts of the state that have nothing, which checkpoints and
-    state dicts have as well."""
+    """Name -> kind, from EMPTY, of each empty part of the state. Checkpoints and state dicts also
+    have these parts."""
 
     encodings: Mapping[str, str] = field(default_factory=dict)
-    """Name of a state -> its form in pages, if that is not its values. For "master" of a bfloat16
+    """Name of a state -> its encoding, if pages do not keep its values. For "master" of a bfloat16
     parameter: "remainder", the 16 bits that rounding takes away, or "24bit", the upper 8 of them.
-    For a float32 state, with a scale for each 256 columns of a row: "int8_root" or,
-    for values from 0 on, "uint8_root": the fourth powers of whole numbers."""
+    For a float32 state, with a scale for each 256 columns of a row: "int8_root" or, for values of
+    at least 0, "uint8_root": the fourth powers of whole numbers."""
 
     elementwise: bool = False
-    """True if the update of an element depends on that element alone. The store may then cut the
-    parameter at rows over several pages. False keeps the parameter in one page, or the units of
-    it."""
+    """True if the update of an element depends only on that element. The store may then cut the
+    parameter at rows over several pages. False keeps the parameter, or each of its units, in one
+    page."""
 
     unit: int | None = None
-    """Number of rows of the first dimension that the update needs together, if that is not all of
-    them: 1 for a stack of matrices. The store may then cut the parameter between units over several
-    pages. The rows are a multiple of it. A parameter whose units ranks cut stays in one page."""
+    """Number of rows of the first dimension that the update needs together: 1 for a stack of
+    matrices; None: all rows. The number of rows must be a multiple of it. The store may then cut
+    the parameter between units over several pages. If ranks cut units, it stays in one page."""
 
     partition: str | None = None
-    """Ownership of a parameter that several ranks hold whole: with "by_parameter" one rank owns it,
-    with "flat" every rank owns an equal range of the elements of a subgroup. None: "flat" if
-    elementwise, else "by_parameter"."""
+    """Ownership of a parameter that several ranks hold whole. With "by_parameter" one rank owns
+    the parameter. With "flat" every rank owns an equal range of the elements of a subgroup. None:
+    "flat" if elementwise, else "by_parameter"."""
 
     gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-    """Returns the gradient of ``tensor``, placed as it is, in float64, float32, bfloat16 or
-    float16, or None if there is none. A step calls it several times and gets the same tensor each
-    time. None: ``tensor.grad``."""
+    """Returns the gradient of ``tensor``, with the same placement, in float64, float32, bfloat16 or
+    float16; or returns None if it has no gradient. A step calls it several times. Every call must
+    return the same tensor. None: ``tensor.grad``."""
 
     cost: int | None = None
-    """Relative cost of owning the whole parameter; owners are chosen so that ranks have about equal
+    """Relative cost of owning the whole parameter. Owners are chosen so that ranks have about equal
     costs. Comparable only among parameters with the same ``elementwise``. None: the number of
     elements."""
 
@@ -282,7 +282,7 @@ class PagedParameter:
 
     @property
     def spec(self) -> ParameterSpec:
-        """The properties that the layout of pages depends on."""
+        """The properties that determine the layout of pages."""
         return ParameterSpec(
             name=self.name,
             shape=tuple(self.tensor.shape),
@@ -307,18 +307,18 @@ class PagedGroup:
     keys "params" and "param_names", which torch.optim keeps in the same dict, are ignored."""
 
     rule: str | None = None
-    """Name of the rule, which commits then have under RULE: other rules may have the same states
+    """Name of the rule. Commits store it under RULE, because other rules may have the same states
     and hyperparameters."""
 
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
-    """Called by restore(checkpoint=...) with the hyperparameters of the checkpoint, before anything
-    is changed; raises ValueError if the optimizer cannot use them."""
+    """Called by restore(checkpoint=...) with the hyperparameters of the checkpoint, before any
+    change. It raises ValueError if the optimizer cannot use them."""
 
     check_commit: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
-    """The same for restore() and the hyperparameters of the run's last commit."""
+    """Called by restore() in the same way, with the hyperparameters of the run's last commit."""
 
     def own_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters without "params" and "param_names", as commits have them."""
+        """Return the hyperparameters without "params" and "param_names", as in commits."""
         others = ("params", "param_names")
         own = {key: value for key, value in self.hyperparameters.items() if key not in others}
         return own if self.rule is None else {**own, RULE: self.rule}
@@ -330,7 +330,7 @@ def unwrapped_name(name: str, *, without_module: bool) -> str:
     Args:
         name: the name.
         without_module: whether to leave out every part "module". DataParallel and
-            DistributedDataParallel add it, but a module of the model may have this name, too.
+            DistributedDataParallel add it, but a module of the model may also have this name.
     """
     *modules, last = name.split(".")
     added = (*_WRAPPERS, "module") if without_module else _WRAPPERS
@@ -338,7 +338,7 @@ def unwrapped_name(name: str, *, without_module: bool) -> str:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without the parts that wrappers add; all as they are if two are equal then.
+    """Return each name without the parts that wrappers add; if two become equal, change none.
 
     Example: "module.a.weight" and "b._orig_mod.weight" are "a.weight" and "b.weight".
     """
@@ -347,22 +347,22 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def refuse_codes(what: str, dtype: torch.dtype, expected: torch.dtype | None = None) -> None:
-    """Refuse a tensor as a weight or a moment if its elements are codes and not numbers.
+    """Refuse a weight or a moment whose elements are codes instead of numbers.
 
-    Quantized models and optimizers have codes in 8 bits or fewer, and scales beside them. Taken for
-    numbers, they are wrong by the scale.
+    Quantized models and optimizers store codes of 8 bits or fewer, and separate scales. If codes
+    were read as numbers, they would be wrong by the scale.
 
     Args:
         what: names the tensor.
         dtype: dtype of its elements.
-        expected: dtype that the state has here, which is right in any case.
+        expected: dtype of the state here. It is always accepted.
 
     Raises:
-        CheckpointError: the dtype is neither expected nor one of a parameter.
+        CheckpointError: the dtype is neither ``expected`` nor a dtype of parameters.
     """
     if dtype not in (*PARAMETER_DTYPES, expected):
         raise CheckpointError(
-            f"{what} is {dtype_name(dtype)}, and a weight or a moment is not: these are codes, "
+            f"{what} is {dtype_name(dtype)}, but weights and moments are not: these are codes, "
             "which need scales to be numbers. Save the model and its optimizer dequantized"
         )
 
@@ -375,7 +375,7 @@ def _others(
 
 
 def _shared(shape: Sequence[int], parameter: Sequence[int]) -> tuple[bool, ...] | None:
-    """Return for each dimension whether a state has 1 in its place; None if the state is free."""
+    """Return for each dimension whether the state has size 1 there; None if the state is free."""
     pairs = list(zip(shape, parameter, strict=False))
     if len(shape) != len(parameter) or any(own not in (1, size) for own, size in pairs):
         return None
@@ -385,10 +385,10 @@ def _shared(shape: Sequence[int], parameter: Sequence[int]) -> tuple[bool, ...] 
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
     """Check that tensors are states of the parameter: known names, shapes and placements.
 
-    A plain tensor, which holds the whole state, is accepted too.
+    A plain tensor that holds the whole state is also accepted.
 
     Raises:
-        ValueError: one is not; the message names the first.
+        ValueError: a tensor does not fit; the message names the first.
     """
     spec = parameter.spec
     known = dict(spec.states if spec.owns_master else spec.all_states)
@@ -406,7 +406,7 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
         if not same_placement(tensor, placed):
             raise ValueError(
                 f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, expected "
-                f"{describe_placement(placed)}: give all of it, or redistribute it"
+                f"{describe_placement(placed)}: pass the whole state, or redistribute it"
             )
         # Without elements a local tensor may have fewer dimensions.
         own = tuple(local_tensor(parameter.tensor).shape)
@@ -417,13 +417,13 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
         if not same_shape(local_tensor(tensor).shape, part):
             raise ValueError(
                 f"the local tensor of state {state!r} of {spec.name!r} has shape "
-                f"{list(local_tensor(tensor).shape)} on this rank, expected {part}: give all of "
-                "it, or cut it as the parameter"
+                f"{list(local_tensor(tensor).shape)} on this rank, expected {part}: pass the whole "
+                "state, or shard it like the parameter"
             )
 
 
 def _problems(parameter: PagedParameter) -> Iterator[str]:
-    """Yield why a parameter cannot be paged."""
+    """Yield the reasons why a parameter cannot be paged."""
     name, tensor = parameter.name, parameter.tensor
     if not name or any(ord(character) < 32 for character in name):
         yield "needs a name of printable text"
@@ -465,13 +465,13 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has {kind!r} for the empty part {state!r}; it can be: {', '.join(EMPTY)}"
     for state, shape in parameter.shapes.items():
         if state not in parameter.states:
-            yield f"has no state {state!r}, and a shape for it"
+            yield f"has a shape for {state!r}, but no such state"
         elif any(type(size) is not int or size < 0 for size in shape):
             yield f"has {shape!r} for the shape of {state!r}, must be sizes"
         elif len(shape) > RECORD_DIMENSIONS_MAX:
             yield f"has {len(shape)} dimensions in {state!r}, of at most {RECORD_DIMENSIONS_MAX}"
         elif math.prod(shape) and not tensor.numel():
-            yield f"has no elements, and so no page for {state!r} of shape {list(shape)}"
+            yield f"has no elements, and therefore no page for {state!r} of shape {list(shape)}"
         elif _shared(shape, tensor.shape) is None:
             yield from _problems_of_free(parameter, state, shape)
     if not isinstance(parameter.encodings, Mapping):
@@ -487,7 +487,7 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
         ):
             yield f"has {encoding!r} for {state!r}, which must be a float32 state of its shape"
         elif state != MASTER and tensor.dtype == torch.float64:
-            yield f"has dtype float64, and {encoding!r} for {state!r} has less than float32"
+            yield f"has dtype float64, but {encoding!r} for {state!r} has fewer bits than float32"
         elif state == MASTER and tensor.dtype != torch.bfloat16:
             yield f"has dtype {dtype_name(tensor.dtype)}: a {encoding!r} master needs bfloat16"
     if parameter.encodings and not parameter.encodings.keys() - {*parameter.states, MASTER}:
@@ -497,20 +497,20 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
 
 
 def _problems_of_free(parameter: PagedParameter, state: str, shape: Sequence[int]) -> Iterator[str]:
-    """Yield why a parameter cannot have a free state."""
+    """Yield the reasons why a parameter cannot have a free state."""
     what = f"has a state {state!r} of shape {list(shape)}"
     numel = math.prod(parameter.tensor.shape)
     if parameter.elementwise or parameter.unit is not None or parameter.partition == "flat":
-        yield f"{what}, for which it must stay whole, on one rank: it is cut here"
+        yield f"{what}, so it must stay whole on one rank, but it is cut here"
     if not math.prod(shape):
         yield f"{what}, which has no elements"
     widest = max(dtype.itemsize for dtype in (torch.float32, *parameter.states.values()))
     if numel * max(widest, parameter.tensor.itemsize) > RECORD_DATA_BYTES_MAX:
-        yield f"{what}, and more elements than one record of pages has"
+        yield f"{what}, and more elements than one record of a page may have"
 
 
 def _is_name(state: str) -> bool:
-    """Return whether a name is an identifier, perhaps with parts after dots."""
+    """Return whether a name is an identifier, with optional parts after dots."""
     first, *parts = state.split(".")
     return first.isidentifier() and all(part.isidentifier() or part.isdigit() for part in parts)
 

@@ -6,11 +6,11 @@
 
 Prefix and trailer turn the data into the stored (uncompressed) zip archive that
 ``torch.save`` would write: ``data.pkl`` describes a contiguous tensor of these sizes and this
-dtype, ``data/0`` holds its raw little-endian elements. Prefix and trailer depend on sizes and
-dtype alone, so they stay valid when the data is rewritten in place. The
-CRC-32 of ``data/0`` changes with the data and is stored as 0: ``torch.load`` does not check it.
-Python's ``zipfile`` lists all entries and reads the other ones; reading ``data/0`` to its end
-raises ``BadZipFile`` (unless the CRC-32 of the data happens to be 0).
+dtype, ``data/0`` holds its raw little-endian elements. Prefix and trailer depend only on sizes and
+dtype, so they stay valid when the data is rewritten in place. The
+CRC-32 of ``data/0`` changes with the data. It is stored as 0: ``torch.load`` does not check it.
+Python's ``zipfile`` lists all entries and reads the others. Reading ``data/0`` to its end raises
+``BadZipFile`` (unless the CRC-32 of the data happens to be 0).
 
 Formats: the zip file format specification (APPNOTE.TXT 6.3), sections 4.3.7, 4.3.12 and
 4.3.16, and Python's pickle protocol 2.
@@ -37,13 +37,13 @@ DATA_ALIGNMENT_BYTES = 64
 """Records are padded to a multiple of this, which aligns all data."""
 
 RECORD_DATA_BYTES_MAX = 2**31 - 8192
-"""Most bytes of data in one record. Linux moves at most 2**31 - 4096 bytes in one call; a
-record with its framing stays below that, and every number in it fits 31 bits."""
+"""Most bytes of data in one record. Linux moves at most 2**31 - 4096 bytes in one call. A record
+with its framing stays below this limit, and every number in it fits 31 bits."""
 
 RECORD_DIMENSIONS_MAX = 16
 """The most dimensions for which the pickled sizes and strides fit into the prefix."""
 
-# The storage class that torch.save pickles for each dtype. The 8-bit floats have no class: their
+# The storage class that torch.save pickles for each dtype. 8-bit floats have no class: their
 # storage is untyped, with its length in bytes, and the dtype follows the storage.
 _STORAGES = {
     torch.float64: "DoubleStorage",
@@ -102,7 +102,7 @@ def record_prefix(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
 
     Raises:
         ValueError: another dtype; a negative size; more than RECORD_DIMENSIONS_MAX dimensions;
-            more than RECORD_DATA_BYTES_MAX bytes of data (a size of 0 counting as 1).
+            more than RECORD_DATA_BYTES_MAX bytes of data (a size of 0 counts as 1).
     """
     return _frame(tuple(sizes), dtype)[0]
 
@@ -116,7 +116,7 @@ def record_trailer(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
 
 
 def record_length(sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the number of bytes of prefix, data and trailer, which ``torch.load`` reads.
+    """Return the number of bytes of prefix, data and trailer. ``torch.load`` reads these bytes.
 
     Arguments and errors as in record_prefix().
     """
@@ -212,7 +212,7 @@ def _tensor_pickle(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
 
     The pickle calls _rebuild_tensor_v2(storage, storage_offset, sizes, strides, requires_grad,
     backward_hooks), or, for an untyped storage, _rebuild_tensor_v3 with the dtype at the end.
-    Numbers take five bytes each, so that the length depends on the dimensions alone.
+    Each number takes five bytes, so the length depends only on the number of dimensions.
     """
     untyped = _STORAGES[dtype] == "UntypedStorage"
     strides = [

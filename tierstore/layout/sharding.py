@@ -1,8 +1,8 @@
 """Sharding of a parameter over a mesh of ranks: held and owned elements of each rank.
 
 Along each dimension of the mesh a DTensor is replicated, or one dimension of the tensor is cut.
-Replicas share the work, so exactly one rank owns each element; shapes and placements alone
-decide which one, so all ranks compute the same answer.
+Replicas share the work: exactly one rank owns each element. The owner follows from shapes and
+placements, so all ranks compute the same owner.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tierstore.layout.chunks import Chunk, flat_range_chunks
 class Sharded:
     """Ranks along a dimension of the mesh hold consecutive parts of one dimension of the tensor.
 
-    The cut is that of ``torch.chunk``, in which the last ranks may hold less than the others, or
-    nothing, unless ``bounds`` say otherwise.
+    Without ``bounds``, the tensor is cut as by ``torch.chunk``: the last ranks may hold less than
+    the others, or nothing.
     """
 
     dim: int
     """The dimension of the tensor that is cut, counted from the first."""
 
     split_factor: int = 1
-    """1 for ``Shard(dim)``, which is applied after the earlier dimensions of the mesh.
+    """1 for ``Shard(dim)``. It is applied after the earlier dimensions of the mesh.
 
-    Above 1 for ``_StridedShard(dim, split_factor=...)``, which is applied after the later
-    dimensions of the mesh that cut ``dim`` into ``split_factor`` shards. FSDP2 places tensor
-    parallel parameters like this.
+    Above 1 for ``_StridedShard(dim, split_factor=...)``. It is applied after the later dimensions
+    of the mesh, which cut ``dim`` into ``split_factor`` shards. FSDP2 places tensor parallel
+    parameters like this.
     """
 
     bounds: tuple[int, ...] | None = None
-    """Rank r holds the indices [bounds[r], bounds[r + 1]); nothing else cuts the dimension. None:
-    the cut is that of ``torch.chunk``."""
+    """Rank r holds the indices [bounds[r], bounds[r + 1]). No other cut of the dimension is then
+    allowed. None: cut as by ``torch.chunk``."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
@@ -53,9 +53,9 @@ class Sharding:
     """Placements of a tensor on a mesh of ranks.
 
     Raises:
-        ValueError: there is not one placement per dimension of the mesh, a size is not
-            positive, or a split factor of a dimension that is cut several times is not what
-            later dimensions of the mesh cut it into.
+        ValueError: the mesh has not one placement per dimension, a size is not positive, or the
+            split factor of a dimension that is cut several times is not the number of shards that
+            later dimensions of the mesh make.
     """
 
     mesh_shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class HeldChunk:
     """Coordinates in the whole tensor."""
 
     local: Chunk
-    """Coordinates in the local tensor of the rank; the sizes are equal."""
+    """Coordinates in the local tensor of the rank. The sizes are equal."""
 
 
 def local_shape(
@@ -97,7 +97,7 @@ def local_shape(
     """Return the shape of the local tensor of the rank at a coordinate of the mesh.
 
     Raises:
-        ValueError: as ``held_chunks``.
+        ValueError: as in ``held_chunks``.
     """
     return tuple(sum(map(len, runs)) for runs in _runs(shape, sharding, coordinate))
 
@@ -107,11 +107,11 @@ def held_chunks(
 ) -> list[HeldChunk]:
     """Return the chunks that the rank at a coordinate of the mesh holds of a tensor.
 
-    Chunks come in row-major order of the local tensor. An empty shard has none. A shard has
-    several where consecutive indices of the local tensor are not consecutive in the whole one.
+    Chunks are in row-major order of the local tensor. An empty shard has no chunk. A shard has
+    several if consecutive indices of the local tensor are not consecutive in the whole tensor.
 
     Raises:
-        ValueError: the coordinate does not lie within the mesh, or a dimension is cut that the
+        ValueError: the coordinate is not in the mesh, or a placement cuts a dimension that the
             tensor does not have.
     """
     dimensions = []  # The runs of every dimension, with their offsets in the local tensor.
@@ -132,11 +132,11 @@ def owned_chunks(
 ) -> list[HeldChunk]:
     """Return the chunks that the rank at a coordinate of the mesh owns.
 
-    The R ranks whose coordinates differ along replicated dimensions of the mesh alone hold the
-    same n elements. The r-th of them, in row-major order, owns [n * r // R, n * (r + 1) // R)
-    of the row-major order of the local tensor, so each element has one owner; both ends are moved
-    back to multiples of ``columns`` within their row. Each chunk lies in one of ``held_chunks``;
-    they come in the order of their offsets in the local tensor.
+    R ranks whose coordinates differ only along replicated dimensions of the mesh hold the same n
+    elements. The r-th of these ranks, in row-major order, owns the elements
+    [n * r // R, n * (r + 1) // R) of the local tensor. Both ends are moved back to multiples of
+    ``columns`` within their row. Each element has one owner. Each chunk lies in one of
+    ``held_chunks``. Chunks are in the order of their offsets in the local tensor.
 
     Raises:
         ValueError: as ``held_chunks``.
@@ -153,14 +153,14 @@ def owned_chunks(
 
 
 def on_grid(shape: Sequence[int], index: int, columns: int) -> int:
-    """Return the last place up to an index at which a row is cut at a multiple of ``columns``.
+    """Return the last place, at or before an index, where a multiple of ``columns`` cuts a row.
 
     Example: in rows of 10 columns, index 28 is column 8 of row 2; with 3 columns in a block the
     place is 26, column 6.
 
     Args:
-        shape: of a tensor.
-        index: of an element in row-major order, or the number of elements.
+        shape: shape of a tensor.
+        index: index of an element in row-major order, or the number of elements.
         columns: number of columns in a block.
     """
     if not shape or shape[-1] == 0:
@@ -202,7 +202,7 @@ def _dimension_runs(
 ) -> list[range]:
     """Return the runs of consecutive indices of one dimension, in the order of the local tensor.
 
-    No run is empty, and no run continues the one before.
+    No run is empty, and no run continues the previous run.
     """
     order = _cut_order(sharding, dim)
     if order is not None:
@@ -229,7 +229,7 @@ def _dimension_runs(
 def _cut_order(sharding: Sharding, dim: int) -> list[int] | None:
     """Return the dimensions of the mesh that cut a dimension of the tensor, in order of the cuts.
 
-    None where split factors name shards that no dimension of the mesh makes (any more).
+    None if a split factor does not match the shards of the other dimensions of the mesh.
     """
     order: list[int] = []
     for mesh_dim, split_factor in reversed(_cuts(sharding, dim)):
@@ -302,11 +302,11 @@ class Holding:
         return _local_shapes(shape, self.sharding)
 
     def held(self, shape: tuple[int, ...], rank: int) -> Sequence[HeldChunk]:
-        """Return the chunks that a rank holds, as held_chunks()."""
+        """Return the chunks that a rank holds; see held_chunks()."""
         return held_chunks(shape, self.sharding, self._coordinate(rank))
 
     def uneven_part(self, shape: tuple[int, ...], rank: int) -> Chunk | None:
-        """Return what a rank holds, if ranks hold uneven parts; else None."""
+        """Return the chunk of a rank if ranks hold uneven parts; else None."""
         if not any(placement and placement.bounds for placement in self.sharding.placements):
             return None
         runs = _runs(shape, self.sharding, self._coordinate(rank))  # At most one per dimension.
@@ -314,7 +314,7 @@ class Holding:
         return Chunk(firsts, tuple(sum(map(len, of_dim)) for of_dim in runs))
 
     def owned(self, shape: tuple[int, ...], rank: int, columns: int = 1) -> Sequence[HeldChunk]:
-        """Return the chunks that a rank owns, as owned_chunks(); () for a rank outside the mesh."""
+        """Return the chunks that a rank owns; see owned_chunks(). () outside of the mesh."""
         if rank not in self.ranks:
             return ()
         return _owned(shape, self.sharding, self._coordinate(rank), columns)
@@ -324,13 +324,13 @@ class Holding:
         return _owned_ranges(shape, self.sharding, columns)
 
     def fullest(self, shape: tuple[int, ...], columns: int = 1) -> tuple[int, int]:
-        """Return the first position in ``ranks`` that owns most elements, and their number."""
+        """Return the first position in ``ranks`` with the most owned elements, and their number."""
         return _fullest(shape, self.sharding, columns)
 
     def keeps_rows_together(self, shape: tuple[int, ...], count: int) -> bool:
         """Return whether each rank owns whole units of ``count`` rows of its local tensor.
 
-        Ranks may cut the other dimensions: each then owns its part of every row.
+        Ranks may cut the other dimensions. Each rank then owns its part of every row.
         """
         return _keeps_rows_together(shape, self.sharding, count)
 
@@ -393,20 +393,20 @@ def _keeps_rows_together(shape: tuple[int, ...], sharding: Sharding, count: int)
 def with_bounds(
     sharding: Sharding, shape: Sequence[int], local_shapes: Sequence[Sequence[int]]
 ) -> Sharding:
-    """Return the sharding whose parts have these shapes and follow each other as their ranks do.
+    """Return the sharding whose parts have these shapes and are in the order of the ranks.
 
-    Example: three ranks hold 5, 0 and 7 rows of 12; then the bounds are (0, 5, 5, 12).
+    Example: three ranks hold 5, 0 and 7 rows of 12. Then the bounds are (0, 5, 5, 12).
 
     Args:
         sharding: the dimensions that are cut.
-        shape: of the tensor.
-        local_shapes: of the local tensor of each rank, in row-major order of the mesh.
+        shape: shape of the tensor.
+        local_shapes: shape of the local tensor of each rank, in row-major order of the mesh.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such sharding exists.
     """
     if any(math.prod(local) and len(local) != len(shape) for local in local_shapes):
-        raise ValueError(f"local tensors of a tensor of shape {list(shape)} have other dimensions")
+        raise ValueError(f"local tensors do not have the dimensions of the shape {list(shape)}")
     positions = np.arange(len(local_shapes)).reshape(sharding.mesh_shape)
     placements: list[Sharded | None] = []
     for mesh_dim, placement in enumerate(sharding.placements):
@@ -416,7 +416,7 @@ def with_bounds(
         dim = placement.dim
         if len(_cuts(sharding, dim)) > 1 or placement.split_factor > 1:
             raise ValueError(
-                "its local tensors have not the shapes that its placements say, and dimension "
+                "the shapes of its local tensors differ from its placements, and dimension "
                 f"{dim} is cut several times or strided: redistribute it to one Shard of the "
                 "dimension"
             )
@@ -432,7 +432,7 @@ def with_bounds(
             bounds.append(bounds[-1] + sizes.pop())
         if math.prod(shape) and bounds[-1] != shape[dim]:
             raise ValueError(
-                f"along dimension {dim} its ranks have {bounds[-1]} elements together, and it has "
+                f"along dimension {dim} its ranks have {bounds[-1]} elements together, but it has "
                 f"{shape[dim]}"
             )
         placements.append(replace(placement, bounds=tuple(bounds)))

@@ -1,4 +1,4 @@
-"""Parts of the state of a parameter: tensors and numbers in dicts and lists, by one name each."""
+"""Parts of the state of a parameter: named tensors and numbers in dicts and lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 EMPTY: Mapping[str, Any] = {"none": None, "list": [], "dict": {}}
-"""Kinds of parts of a state that have nothing."""
+"""Kinds of empty parts of a state."""
 
 
 def state_path(state: str) -> Path:
@@ -29,7 +29,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_key(key: Any) -> bool:
-    """Return whether names of parts tell a key of a dict."""
+    """Return whether a key of a dict can be recovered from names of parts."""
     return isinstance(key, str) and "." not in key and not key.isdigit()
 
 
@@ -44,11 +44,11 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state_of(parts: Mapping[str, Any], empty: Mapping[str, str]) -> dict[str, Any]:
-    """Return the state that has these parts.
+    """Return the state with these parts.
 
     Args:
         parts: name -> tensor or number.
-        empty: name -> kind, of EMPTY, of parts that have nothing.
+        empty: name -> kind, from EMPTY, of empty parts.
     """
     everything = {**parts, **{name: deepcopy(EMPTY[kind]) for name, kind in empty.items()}}
     if not any("." in name for name in everything):
@@ -58,18 +58,18 @@ def state_of(parts: Mapping[str, Any], empty: Mapping[str, str]) -> dict[str, An
 
 
 def given_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a state of a caller that have something."""
+    """Return the parts of a caller's state that are not empty."""
     return {name: part for name, part in parts_of(state).items() if empty_kind(part) is None}
 
 
 def empty_kind(part: Any) -> str | None:
-    """Return the kind of a part that has nothing; None for any other part."""
+    """Return the kind of an empty part; None for any other part."""
     pairs = EMPTY.items()
     return next((kind for kind, value in pairs if type(part) is type(value) and not part), None)
 
 
 def nested(leaves: Sequence[tuple[Path, Any]]) -> Any:
-    """Return the nested dicts and lists that have these values at these paths.
+    """Return nested dicts and lists with these values at these paths.
 
     Raises:
         ValueError: the paths contradict each other, or a list lacks an item.

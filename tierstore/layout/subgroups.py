@@ -1,8 +1,8 @@
 """Subgroups: consecutive parameters of one group, cut so that each fills one page.
 
-Parameters fill subgroups in order, up to about ``page_bytes``. A parameter under an elementwise
-rule is cut at rows where a page is full, one with units between two of them; any other parameter
-stays in one subgroup.
+Parameters fill subgroups in order, up to about ``page_bytes``. Where a page is full, a parameter
+with an elementwise rule is cut at a row, and a parameter with units between two units. Any other
+parameter stays in one subgroup.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Subgroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """A sequence of elements of one parameter, which fills pages in order."""
+    """A sequence of elements of one parameter. It fills pages in order."""
 
     parameter: ParameterSpec
-    """Determines the bytes of an element, and the rows at which a cut may be."""
+    """Determines the bytes of an element, and the rows where a cut is allowed."""
 
     numel: int
     """Number of elements."""
 
     ranks: int = 1
-    """Number of ranks that have an equal share of each page."""
+    """Number of ranks with an equal share of each page."""
 
     def nbytes(self, start: int, stop: int) -> int:
         """Return the number of bytes that the records of a piece take in the page of one rank."""
@@ -72,11 +72,11 @@ class Piece:
 def cut_into_pages(
     sequences: Sequence[Elements], page_bytes: int, *, may_cut: bool = True
 ) -> list[list[Piece]]:
-    """Return the pieces of each page; no page and no piece is empty.
+    """Return the pieces of each page. No page and no piece is empty.
 
     Args:
         sequences: the elements of each parameter.
-        page_bytes: about how large a page is.
+        page_bytes: approximate size of a page.
         may_cut: whether a parameter that may be cut is cut where a page is full.
     """
     pages: list[list[Piece]] = [[]]
@@ -103,8 +103,8 @@ def cut_into_pages(
 def _unit_numel(elements: Elements, page_bytes: int) -> int:
     """Return the number of consecutive elements that must stay in one page.
 
-    All elements of a parameter that may not be cut, or those of a unit; else those of one row, or
-    of a row of a deeper dimension if a row is too large for half a page.
+    All elements of a parameter that may not be cut; the elements of a unit; else the elements of a
+    row. If a row is too large for half a page, a row of a deeper dimension counts.
     """
     parameter = elements.parameter
     if parameter.unit is not None:
@@ -117,7 +117,7 @@ def _unit_numel(elements: Elements, page_bytes: int) -> int:
     numel = next((numel for numel in rows if parameter.bytes_of(numel) <= bytes_max), 1)
     block = parameter.column_block
     if block > 1 and numel < parameter.shape[-1]:
-        # A row is cut between blocks, if they are of one size.
+        # Cut a row between blocks if all blocks have the same size.
         return parameter.shape[-1] if parameter.shape[-1] % block else block
     return numel
 
@@ -125,12 +125,12 @@ def _unit_numel(elements: Elements, page_bytes: int) -> int:
 def _stop_within(
     elements: Elements, start: int, unit: int, unit_bytes: int, room: int
 ) -> tuple[int, int]:
-    """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes.
+    """Return the end and the bytes of a piece.
 
-    Then the bytes of the piece.
+    The piece is the largest allowed one from ``start`` that fits in ``room`` bytes.
     """
     units = min(-(-(elements.numel - start) // unit), room * elements.ranks // unit_bytes)
-    # The framing of records also takes room, which depends on the chunks: step down until it fits.
+    # The framing of records also takes room. It depends on the chunks: step down until it fits.
     while units > 0:
         stop = min(start + units * unit, elements.numel)
         nbytes = elements.nbytes(start, stop)
@@ -143,7 +143,7 @@ def _stop_within(
 def uncut_nbytes(shard: ParameterShard) -> int:
     """Return the bytes of the records of a shard that smaller pages may not cut.
 
-    All of a parameter with units: how small pages make it depends on its ranks.
+    A parameter with units counts whole: how far pages can cut it depends on its ranks.
     """
     spec = shard.parameter
     if spec.elementwise:
@@ -177,7 +177,7 @@ def record_chunks(
         parameter: the parameter.
         start: first element of the range.
         stop: end of the range.
-        shape: of a rectangle of the parameter, if the range is one of its elements.
+        shape: shape of a rectangle of the parameter, if the range counts its elements.
     """
     itemsize = max(tensor.dtype.itemsize for tensor in parameter.stored)
     shape = parameter.shape if shape is None else shape

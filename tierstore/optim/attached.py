@@ -1,4 +1,4 @@
-"""The param groups that a store has pages of, and the one check that they are still those."""
+"""The param groups that have pages in a store, and the check that they were not edited."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class AttachedGroups:
     """The groups that were attached to a store, in the order of ``param_groups``.
 
     Args:
-        layout_of: returns what the pages of a param group depend on, by key.
+        layout_of: returns the values that determine the pages of a param group, by key.
 
-    ``param_groups`` belongs to the user, who may change values of hyperparameters at any time, and
-    anything before pages are laid out.
+    ``param_groups`` belongs to the user. The user may change values of hyperparameters at any time,
+    and anything before pages are laid out.
     """
 
     def __init__(self, layout_of: Callable[[_Group], _Group]) -> None:
         self.groups: list[PagedGroup] = []
         self._layout_of = layout_of
-        # id() of a tensor -> its parameter, which keeps the tensor alive.
+        # id() of a tensor -> its parameter. The parameter keeps the tensor alive.
         self._members: dict[int, PagedParameter] = {}
-        # The dict of each param group, its parameters, and what its pages depend on.
+        # For each param group: its dict, its parameters, and the values that determine its pages.
         self._expected: list[tuple[_Group, list[torch.Tensor], _Group]] = []
 
     def extend(self, groups: Sequence[PagedGroup], param_groups: Sequence[_Group]) -> None:
-        """Note groups that were attached, and all param groups as they are now."""
+        """Note attached groups, and the current content of all param groups."""
         self.groups += groups
         self._members |= {id(p.tensor): p for group in groups for p in group.parameters}
         self._expected.clear()
@@ -45,11 +45,11 @@ class AttachedGroups:
         self._expected.append((group, list(group["params"]), self._layout_of(group)))
 
     def find(self, tensor: torch.Tensor) -> PagedParameter | None:
-        """Return the attached parameter of a tensor, if there is one."""
+        """Return the attached parameter of a tensor, or None."""
         return self._members.get(id(tensor))
 
     def require_same(self, param_groups: Sequence[_Group]) -> None:
-        """Refuse any edit of ``param_groups`` but of values, once groups were attached.
+        """Refuse edits of ``param_groups`` after groups were attached, except edits of values.
 
         Takes about 20 ns for each parameter.
 
@@ -69,7 +69,7 @@ class AttachedGroups:
     def _change(
         self, group: _Group | None, expected: tuple[_Group, list[torch.Tensor], _Group] | None
     ) -> str | None:
-        """Return how a param group was edited, None if it was not."""
+        """Return text that says how a param group was edited; None if it was not."""
         if expected is None:
             return "was not added by add_param_group()"
         attached, tensors, before = expected
@@ -82,5 +82,5 @@ class AttachedGroups:
         for key in before:
             if now[key] != before[key]:
                 value = group.get(key, now[key])
-                return f"has {key}={value!r}, which was another value when the group was added"
+                return f"has {key}={value!r}, but had another value when the group was added"
         return None

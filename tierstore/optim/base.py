@@ -1,4 +1,4 @@
-"""An optimizer over the pages of a store, without a rule: Muon and Paged are made of it."""
+"""The base class of Muon and Paged: an optimizer over the pages of a store, without a rule."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from tierstore.paging.sweep import SteppedPages
 from tierstore.store import TierStore
 from tierstore.units import format_bytes
 
-# A copy of an optimizer gets its own; torch.optim copies no hooks either.
+# A copy of an optimizer gets new ones. torch.optim does not copy hooks either.
 _NOT_COPIED = ("store", "step", "_attached", "_state")
 
-# Unwrapped, it does not import the compiler; see not_compiled().
+# The unwrapped function does not import the compiler; see not_compiled().
 _add_param_group = not_compiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 
 
 class PagedOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose states are in the pages of a store.
 
-    A subclass has the rule: ``paged_parameter()`` says what pages hold, and ``step_pages()`` steps
-    them. All else is here: param groups, names, state dicts, resume, clipping and reads ahead.
+    A subclass defines the rule: ``paged_parameter()`` declares the content of pages, ``step_pages``
+    steps them. The rest is here: param groups, names, state dicts, resume, clipping, read-ahead.
 
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``. Names
             identify the state on disk: pass named parameters if the run may be resumed.
-        defaults: of the keys of param groups.
+        defaults: defaults for the keys of param groups.
         store: holds the state; None keeps all state in memory.
-        partition: which rank owns parameters that several ranks hold whole: "by_parameter",
+        partition: ownership of parameters that several ranks hold whole: "by_parameter",
             "flat", or "auto"; see ``PagedParameter.partition``.
         gradient: returns the gradient of a parameter in place of ``.grad``; see
             ``PagedParameter.gradient``.
@@ -57,7 +57,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
             "zeros" or "raise"; see ``Pages.sweep()``.
 
     Raises:
-        ValueError: an argument is none of these, or a parameter cannot be paged.
+        ValueError: an argument has an unknown value, or a parameter cannot be paged.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         self._prefetches = store is not None
         self._prefetched = False
         self._reads_hook: weakref.finalize[..., Any] | None = None  # Removes the hook.
-        self._restored_rates: list[float] = []  # Of each attached group, until the next step.
-        # The names in the groups so far, until all groups of the constructor are added: collecting
-        # them anew for every group would take seconds with thousands of groups.
+        self._restored_rates: list[float] = []  # lr of each attached group, until the next step.
+        # The names in the groups so far. None after the constructor has added all groups. With
+        # thousands of groups, collecting the names for every group would take seconds.
         self._new_names: set[str] | None = set()
         super().__init__(params, defaults)
         self._new_names = None
@@ -104,11 +104,11 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def paged_parameter(
         self, group: Mapping[str, Any], name: str, tensor: torch.Tensor, **placing: Any
     ) -> PagedParameter:
-        """Return a parameter with its states, as pages are to hold them.
+        """Return a parameter with the states that pages will hold.
 
         Args:
-            group: its param group.
-            name: its name.
+            group: the param group of the parameter.
+            name: the name of the parameter.
             tensor: the parameter.
             placing: further arguments of ``PagedParameter``.
 
@@ -133,13 +133,13 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         """Return the scalars of each parameter of a group, such as a step count, by name.
 
         Returns:
-            Name -> value before the first step. A scalar "stepped" is not in state dicts: it is
-            1.0 for a parameter that has states.
+            Name -> value before the first step. A scalar "stepped" is not in state dicts. It is
+            1.0 for a parameter with states.
         """
         return {"step": 0.0}
 
     def kinds_of(self, group: Mapping[str, Any]) -> Mapping[str, torch.dtype | type]:
-        """Return the dtypes of the tensors, or types, that scalars of a group are in state dicts.
+        """Return how scalars of a group appear in state dicts: as tensors of a dtype, or a type.
 
         Returns:
             Name -> dtype or type; tensors of float32 if absent.
@@ -147,46 +147,46 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         return {}
 
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the pages of a param group depend on, by key: it may not be changed."""
+        """Return the values of a param group that determine pages, by key. They may not change."""
         return {"param_names": list(group.get("param_names") or ())}
 
     def check_group(self, group: dict[str, Any], number: int) -> None:
-        """Check the hyperparameters of a group, when it is added and before each step.
+        """Check the hyperparameters of a group: when the group is added, and before each step.
 
         Raises:
-            ValueError: names the first that cannot be used.
+            ValueError: a hyperparameter cannot be used; the message names the first.
         """
 
     def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
-        """Check the hyperparameters that a checkpoint has for the parameters of a group.
+        """Check the hyperparameters in a checkpoint for the parameters of a group.
 
         Raises:
-            ValueError: they are of another rule, or cannot be used.
+            ValueError: the hyperparameters are of another rule, or cannot be used.
         """
 
     def check_resumed(
         self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int
     ) -> None:
-        """Check the hyperparameters that the last commit of a run has, before it is restored.
+        """Check the hyperparameters in the last commit of a run before the commit is restored.
 
         Raises:
-            ValueError: they are of another rule.
+            ValueError: the hyperparameters are of another rule.
         """
 
     def loaded(self, group: dict[str, Any], saved: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return the hyperparameters that a group of a state dict gives a param group.
+        """Return the hyperparameters that a param group gets from a group of a state dict.
 
         Raises:
-            ValueError: they are of another rule, or cannot be used.
+            ValueError: the hyperparameters are of another rule, or cannot be used.
         """
         self.check_loaded(group, saved, number)
-        # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
+        # Copy, as torch.optim does: a tensor lr must not be shared with the state dict.
         names = {"params", "param_names", *self.not_loaded(group)}
         kept = deepcopy({key: value for key, value in saved.items() if key not in names})
         return self.unpacked(kept, group)
 
     def unpacked(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return hyperparameters with the names of dtypes, as saved, replaced by dtypes."""
+        """Return saved hyperparameters with names of dtypes replaced by dtypes."""
         return {
             key: getattr(torch, value.removeprefix("torch."))
             if isinstance(value, str) and isinstance(group.get(key), torch.dtype)
@@ -200,7 +200,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def rule(self) -> str | None:
-        """Name of the rule, if groups do not tell it; see ``PagedGroup.rule``."""
+        """Name of the rule, if groups do not show it; see ``PagedGroup.rule``."""
         return None
 
     @property
@@ -209,10 +209,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         return self.defaults.keys()
 
     def prepare_groups(self) -> None:
-        """Bring param groups into order that a scheduler has written to."""
+        """Normalize param groups after a scheduler has written to them."""
 
     def prepare_step(self) -> None:
-        """Do what precedes the sweep of a step, after the checks: a step may still be refused."""
+        """Prepare the sweep of a step, after the checks. The step may still be refused."""
 
     # ---------------------------------------------------------------------------------- groups
 
@@ -227,22 +227,22 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     @state.setter
     def state(self, values: Mapping[Any, Any]) -> None:
-        # The constructor of torch.optim assigns an empty mapping before there are groups.
+        # The constructor of torch.optim assigns an empty mapping before it adds groups.
         if values is not self._state and "param_groups" in self.__dict__:
             self._state.replace(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
+        """Add a group, as in ``torch.optim``. The next step lays out its pages.
 
         Raises:
-            TypeError: the group is not a dict, or has something else than tensors.
+            TypeError: the group is not a dict, or its parameters are not tensors.
             ValueError: as in the constructor. The optimizer is unchanged.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"a param group must be a dict, got {param_group!r}")
-        if isinstance(param_group["params"], Iterator):  # Which can be read once.
+        if isinstance(param_group["params"], Iterator):  # It can be read only once.
             param_group["params"] = list(param_group["params"])
-        # As in torch.optim, the dict is the group and gets the keys that it lacks.
+        # As in torch.optim, the dict itself becomes the group and gets missing keys.
         count, given = len(self.param_groups), dict(param_group)
         try:
             self.fill_group(param_group, count)
@@ -259,7 +259,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys."""
         _add_param_group(self, param_group)
-        drop_duplicates(param_group)  # torch.optim has warned of them.
+        drop_duplicates(param_group)  # torch.optim has warned about duplicates.
 
     def _check_parameters(self, numbers: Collection[int]) -> None:
         """Check that the parameters of groups can be stepped and paged, under unique names."""
@@ -273,28 +273,28 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
             for name, parameter in zip(self._names(number), params, strict=True):
                 if name in names or parameter in tensors:
                     raise ValueError(
-                        f"parameter {name!r} is there twice: names must be unique. Parameters "
-                        "without names are named by their positions"
+                        f"parameter {name!r} occurs twice: names must be unique. A parameter "
+                        "without a name is named by its position"
                     )
                 names.add(name)
                 tensors.add(parameter)
             self._paged_group(number)  # Raises for a parameter that cannot be stepped or paged.
 
     def paged_groups(self) -> list[PagedGroup]:
-        """Return all groups as the store has them, or as they would be attached now."""
+        """Return all groups in the form of the store. New groups as they would be attached now."""
         return [self._paged_group(number) for number in range(len(self.param_groups))]
 
     def _paged_group(self, number: int) -> PagedGroup:
-        """Return a group as the store has it, or as it would be attached now.
+        """Return a group in the form of the store. A new group as it would be attached now.
 
-        Before it is attached, a group is described anew each time, because the model may still be
+        The description of a new group is recomputed each time, because the model may still be
         converted.
         """
         if number < len(self._attached.groups):
             return self._attached.groups[number]
         group = self.param_groups[number]
         named = zip(self._names(number), group["params"], strict=True)
-        optimizer = weakref.ref(self)  # The store keeps the group, and not the optimizer.
+        optimizer = weakref.ref(self)  # The store keeps the group, but must not keep the optimizer.
 
         def check(saved: Mapping[str, Any], *, is_own: bool = False) -> None:
             if (alive := optimizer()) is not None:
@@ -312,19 +312,19 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         """Return the names of the parameters of a group.
 
         Raises:
-            ValueError: ``param_names`` was edited to another length than ``params``.
+            ValueError: ``param_names`` was edited and differs in length from ``params``.
         """
         group = self.param_groups[number]
         count, given = len(group["params"]), len(group.get("param_names") or group["params"])
         if given != count:
             raise ValueError(
-                f"param group {number} has {count} parameters and {given} param_names: give each "
+                f"param group {number} has {count} parameters but {given} param_names: give each "
                 "parameter a name"
             )
         return [self._name(number, index) for index in range(count)]
 
     def _name(self, number: int, index: int) -> str:
-        """Return the name of one parameter: the user's, or its position."""
+        """Return the name of one parameter: its given name, or its position."""
         names = self.param_groups[number].get("param_names")
         return str(names[index]) if names else f"{number}.{index}"
 
@@ -333,7 +333,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step with the gradients in ``.grad``, which are not modified.
+        """Do one step with the gradients in ``.grad``. Gradients are not modified.
 
         Args:
             closure: evaluates the model and returns the loss.
@@ -343,16 +343,16 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             tierstore.NonFiniteGradientError: a gradient is not finite, and ``nonfinite`` is
-                "raise". Nothing was changed; or, for gradients on a GPU and a store with a
-                commit, the store has failed before it committed the step.
+                "raise". Nothing was changed. Exception: with gradients on a GPU and a store with
+                a commit, the store has failed, and the step was not committed.
             ValueError: ranks that hold the same elements have different gradients: reduce
                 gradients before the step. Or see ``missing``. Nothing was changed.
             StorageError, CorruptionError: pages could not be read or written. If a page was
-                stepped already, the store is failed, and restore() returns to the last commit.
+                stepped already, the store has failed: restore() returns to the last commit.
 
         Warns:
-            UserWarning: this is the first step after restore(), and the lr of a group is not the
-                committed one.
+            UserWarning: in the first step after restore(), the lr of a group differs from the
+                committed lr.
         """
         loss = None
         if closure is not None:
@@ -376,19 +376,19 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients down so that their norm together is at most ``max_norm``.
+        """Scale all gradients down so that their total norm is at most ``max_norm``.
 
-        The operations are those of ``torch.nn.utils.clip_grad_norm_``, on the gradients that a step
-        takes: also those that ``gradient`` gives.
+        Performs the operations of ``torch.nn.utils.clip_grad_norm_`` on the gradients of a step,
+        including gradients that the function ``gradient`` returns.
 
         Args:
             max_norm: the largest norm.
             norm_type: order of the norm; ``math.inf`` for the largest magnitude.
-            error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite, and scale
+            error_if_nonfinite: if the norm is NaN or infinite, raise RuntimeError and scale
                 nothing.
 
         Returns:
-            The norm before, of shape ().
+            The norm before scaling, of shape ().
 
         Raises:
             ValueError: param groups were edited; see step().
@@ -406,16 +406,16 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     @not_compiled
     def prefetch(self) -> None:
-        """Start reading the state that the next step needs first; see Pages.prefetch()."""
-        if self._attached.groups:  # Before the first step there is no state.
+        """Start to read the state that the next step needs first; see Pages.prefetch()."""
+        if self._attached.groups:  # Before the first step no state exists.
             self._prefetched = True
             self.store.pages.prefetch()
 
     def _attach_groups(self) -> None:
-        """Attach the groups that the store does not have yet, and check that no other was edited.
+        """Check that attached groups were not edited; attach the groups that the store lacks.
 
         Raises:
-            ValueError: one was; see AttachedGroups.require_same(). Nothing was changed.
+            ValueError: a group was edited; see AttachedGroups.require_same(). Nothing was changed.
         """
         if self.store.pages.group_count != len(self._attached.groups):
             raise ValueError(
@@ -437,7 +437,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
             self._hook_reads()
 
     def _begin_scalars(self, committed: int = 0) -> None:
-        """Give parameters that have no scalars yet the scalars of a new optimizer.
+        """Set the scalars of a new optimizer for parameters that have no scalars.
 
         Args:
             committed: number of groups with states. Conversions write no STEPPED for them.
@@ -450,10 +450,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
                     self.store.pages.scalars.setdefault(parameter.name, dict(initial))
 
     def _hook_reads(self) -> None:
-        """Let the gradient of one small parameter start the reads of the next step.
+        """Start the reads of the next step when one small parameter gets its gradient.
 
-        One alone: FSDP2 copies gradients of parameters with a hook to pageable host memory, and
-        waits for each. Of the smallest parameters the last one, whose gradient comes first.
+        Only one has the hook: FSDP2 copies gradients of hooked parameters to pageable host memory,
+        and waits for each. It is the last of the smallest parameters: its gradient comes first.
         """
         tensors = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if tensors:
@@ -475,27 +475,27 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     ) -> int:
         """Restore the last committed step: see ``TierStore.restore()``.
 
-        Groups that were added after that step, in this process, keep their parameters and
-        hyperparameters, and their states begin anew.
+        Groups that this process added after that step keep their parameters and hyperparameters.
+        Their states start afresh.
 
         Args:
             checkpoint: start a new run from this checkpoint; see ``TierStore.restore()``. The
                 parameters need names.
-            rewind: go on from the step of the checkpoint in this run, which may have steps; see
-                ``TierStore.restore()``.
+            rewind: continue from the step of the checkpoint in this run. The run may have steps;
+                see ``TierStore.restore()``.
             keep_hyperparameters: param groups keep the values of this program, such as another
-                weight decay, but for what a scheduler has set: the lr, and momentum or betas.
+                weight decay, except values that a scheduler has set: the lr, momentum or betas.
 
         Returns:
             The step, or 0 for a new run.
 
         Warns:
-            UserWarning: the program gave param groups other values than were committed, and the
-                committed ones count.
+            UserWarning: values of param groups in the program differ from the committed values.
+                The committed values are used.
 
         Raises:
-            ValueError: a committed state is of no object that is registered with the store, for
-                example. Nothing was changed.
+            ValueError: for example, no object is registered with the store for a committed state.
+                Nothing was changed.
             RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
                 Nothing was changed.
         """
@@ -503,7 +503,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         unchanged = [self.not_loaded(group) for group in self.param_groups]
         given = [dict(group) for group in self.param_groups]
         with self.store.pages.calling("restore(rewind=True)" if rewind else "restore()"):
-            # A failed store restores the groups that it has; the next step attaches the others.
+            # A failed store restores the groups that it has. The next step attaches the others.
             with contextlib.suppress(StoreFailedError):
                 self._attach_groups()
             step = self.store.restore(checkpoint, rewind=rewind)
@@ -531,12 +531,12 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of ``torch.optim``, also before the first step.
 
-        Tensors have the shape of their parameter. They are mappings of page files, which cost no
-        memory and do not change, or copies; see ``Pages.read_states()``. Parameters of low
-        precision have an additional entry "master". Entries of ``optimizer.state`` that are not of
-        a parameter are there, too. All ranks call this together and get the same entries; states of
-        a DTensor are DTensors with its placements. After the first step, a rank that owns all
-        elements of its own tensors, as with FSDP2, may call this alone.
+        Tensors have the shape of their parameter. They are copies, or mappings of page files. A
+        mapping costs no memory and does not change; see ``Pages.read_states()``. Parameters of low
+        precision have an additional entry "master". Entries of ``optimizer.state`` that do not
+        belong to a parameter are included. All ranks call this together and get the same entries.
+        States of a DTensor are DTensors with its placements. After the first step, a rank that owns
+        all elements of its own tensors, as with FSDP2, may call this alone.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -550,8 +550,8 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
             for name in [p.name for p in group.parameters if p.name in scalars]:
                 values = scalars[name].items()
                 shown[name] = {s: _as(kinds.get(s), v) for s, v in values if s != STEPPED}
-        # As in torch.optim, a parameter without a step has no states, unless none has a step: they
-        # are there to be loaded into.
+        # As in torch.optim, a parameter without a step has no states. If no parameter has a step,
+        # all have states: they serve as targets for loading.
         counts = {name: of[STEPPED] for name, of in scalars.items() if STEPPED in of}
         if any(counts.values()):
             states = {name: of for name, of in states.items() if counts.get(name, 1.0)}
@@ -568,10 +568,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the state by a state dict in the format of ``torch.optim``.
 
-        State dicts of optimizers of ``torch.optim`` with the same rule, over the same parameters in
-        the same order, are accepted, and whole tensors for states of a DTensor. Each state keeps
-        its current dtype. The tensors that state_dict() returned are not written again if no state
-        changed since. Names of parameters stay. All ranks call this together.
+        Accepts state dicts of ``torch.optim`` optimizers with the same rule, over the same
+        parameters in the same order. Accepts whole tensors for states of a DTensor. Each state
+        keeps its current dtype. Tensors that state_dict() returned are not written again if no
+        state has changed since. Names of parameters do not change. All ranks call this together.
 
         Raises:
             ValueError: the groups, or the states of a parameter, differ from this optimizer's.
@@ -598,7 +598,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     @not_compiled
     def reset_state(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Set the states of some parameters, or of all, to those of a new optimizer.
+        """Reset the states of some parameters, or of all, as in a new optimizer.
 
         All ranks call this together.
 
@@ -619,10 +619,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
             self._write_states({parameter.name: {} for _, parameter in described})
 
     def memory(self) -> str:
-        """Return what is where on this rank, as a line of text for each memory.
+        """Return the use of each memory on this rank, one line of text for each memory.
 
-        Counted are parameters of the optimizer, their gradients, states and matrices. An example
-        for ``print(optimizer.memory())``, after a step or ``restore()``:
+        Counts parameters of the optimizer, and their gradients, states and matrices. Example of
+        ``print(optimizer.memory())`` after a step or ``restore()``:
 
             GPU 17.1 GiB: parameters 15.0 GiB, pages in a step 1.3 GiB, ...
             host 63.8 GiB: pages that rest there 47.5 GiB, gradients that leave 15.0 GiB, ...
@@ -646,18 +646,18 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         return "\n".join(lines)
 
     def stepped(self, states: Mapping[str, Any]) -> bool:
-        """Return whether states that are loaded are of a parameter that was stepped."""
+        """Return whether loaded states belong to a parameter that was stepped."""
         return bool(states)
 
     def memory_of_rule(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that the rule needs beside pages: "GPU" or "host" -> what -> bytes."""
+        """Return the memory of the rule outside of pages: "GPU" or "host" -> what -> bytes."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the optimizer needs, with copies of the states.
+        """Return the content of a copy of the optimizer, with copies of the states.
 
         Raises:
-            TypeError: the store was given by the caller, or has several ranks.
+            TypeError: the caller has passed the store, or the store has several ranks.
         """
         if not self._owns_store or self.store.pages.ranks is not None:
             raise TypeError(
@@ -674,11 +674,11 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         return {**kept, "_copied": (*copied, self.state.others)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a copy, with a store of its own, from __getstate__()."""
+        """Make a copy from __getstate__(), with a new store."""
         states, scalars, others = state.pop("_copied")
         defaults = state["defaults"].copy()
         super().__setstate__(state)
-        self.defaults = defaults  # Without what __setstate__() adds for optimizers of torch.
+        self.defaults = defaults  # Without the entries that torch's __setstate__() adds.
         self._use_store(TierStore(None))
         self.state.others = others
         if states:
@@ -701,7 +701,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def _apart(
         self, states: Mapping[str, Mapping[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
-        """Return the states of parameters that pages hold, and their scalars."""
+        """Return separately the states of parameters in pages, and their scalars."""
         paged, scalars = {}, {}
         for group in self._attached.groups:
             initial = self.scalars_of(group.hyperparameters)
@@ -718,7 +718,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def _described(
         self, tensor: torch.Tensor
     ) -> tuple[dict[str, torch.dtype | type | None], PagedParameter]:
-        """Return the scalars of a parameter with their kinds, and the parameter as it is paged.
+        """Return the scalars of a parameter with their kinds, and its PagedParameter.
 
         Raises:
             KeyError: no group has the tensor.
@@ -733,7 +733,7 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _as(kind: torch.dtype | type | None, value: float) -> Any:
-    """Return a scalar as a state dict has it."""
+    """Return a scalar in the form of a state dict."""
     if isinstance(kind, type):
         return kind(value)
     return torch.tensor(value, dtype=kind or torch.float32, device="cpu")  # ()
@@ -745,7 +745,7 @@ def _prefetcher(optimizer: weakref.ref[PagedOptimizer]) -> Callable[[torch.Tenso
     def prefetch(parameter: torch.Tensor) -> None:
         alive = optimizer()
         if alive is not None and not alive._prefetched:
-            # step() raises the same. And the model may be trained further without the store.
+            # step() raises the same error. The program may train the model without the store.
             with contextlib.suppress(TierstoreError):
                 alive.prefetch()
 

@@ -1,4 +1,4 @@
-"""Steps of a class of ``torch.optim`` with views of a page in place of its parameters."""
+"""Steps of a class of ``torch.optim`` on views of a page instead of parameters."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ Scalars = Mapping[str, float]
 """Name -> value of each scalar of a parameter."""
 
 _SMALL_NUMEL = 1 << 14
-"""Tensors below are stacked: what a call of torch takes for each is then more than the rule."""
+"""Smaller tensors are stacked: for them the overhead of a torch call exceeds the rule itself."""
 
 
 class _Row(NamedTuple):
-    """A chunk that is stepped, or several as one."""
+    """A chunk that is stepped, or several chunks stacked as one."""
 
     name: str
-    """Name of the parameter, or of the first."""
+    """Name of the parameter, or of the first parameter of a stack."""
     master: torch.Tensor
     grad: torch.Tensor
     states: Mapping[str, torch.Tensor]
     kept: Kept
     scalars: Scalars
     in_page: Mapping[str, AnyState] = {}
-    """The states in the page that ``states`` has copies of."""
+    """The states in the page, if ``states`` has copies of them."""
 
 
 class ClassSteps:
     """One step of one param group of a class, page after page.
 
-    Every page sees the group as it was before the step. A step of a tensor of one element tells
-    what the scalars become: a rank counts also the steps of parameters that other ranks own.
+    Every page sees the group as it was before the step. A step of a tensor of one element gives the
+    new scalars: a rank also counts the steps of parameters that other ranks own.
 
     Args:
-        optimizer: of the class; its own param groups and states are not used.
+        optimizer: an optimizer of the class. Its own param groups and states are not used.
         make: makes another one for a list of param groups.
         group: the param group.
-        kept_for: returns what the class keeps for a parameter.
-        joins: small tensors are stepped as one, which elementwise classes do not notice.
+        kept_for: returns the states and numbers that the class keeps for a parameter.
+        joins: whether small tensors are stepped as one. For elementwise classes this is the same.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ClassSteps:
 
         Args:
             tensor: the parameter.
-            scalars: those before the step.
+            scalars: the scalars before the step.
         """
         key = (tensor.ndim, tensor.dtype, *scalars.values())
         if key not in self._advanced:
@@ -88,7 +88,7 @@ class ClassSteps:
             kept = self._kept_for(one)
             row = _Row("", one, torch.ones_like(one), {}, kept, {STEPPED: 0.0})
             [state] = self._step([row])
-            if _is_stepped(scalars):  # With states as a first step leaves them.
+            if _is_stepped(scalars):  # Use the states that a first step leaves.
                 states = {name: state[name] for name in kept.states}
                 [state] = self._step([row._replace(states=states, scalars=scalars)])
             found = {name: float(state[name]) for name in kept.kinds}
@@ -96,13 +96,13 @@ class ClassSteps:
                 if not math.isnan(number) and number != state[name]:
                     raise ValueError(
                         f"{type(self._optimizer).__name__} keeps a number {name!r}, "
-                        f"{state[name]}, that a float does not have exactly"
+                        f"{state[name]}, that a float cannot represent exactly"
                     )
             self._advanced[key] = {**found, STEPPED: 1.0}
         return self._advanced[key]
 
     def step_nothing(self) -> None:
-        """Step the group without a gradient, since a class may count steps there."""
+        """Step the group without a gradient, because a class may count steps in the group."""
         self._step([])
 
     @without_collections()
@@ -117,8 +117,8 @@ class ClassSteps:
             advanced: parameter name -> the scalars after it.
 
         Raises:
-            ValueError: the class keeps other states than a small tensor had, or numbers that depend
-                on gradients.
+            ValueError: the states of the class differ from the states of a small tensor, or numbers
+                depend on gradients.
         """
         rows: list[_Row] = []
         for shard in page.shards:
@@ -136,7 +136,7 @@ class ClassSteps:
             return
         joined, apart = _joined(rows) if self._joins else (rows, [])
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if self._before.get("fused"):  # Its kernels take all tensors in the order of memory.
+        if self._before.get("fused"):  # Fused kernels take all tensors in memory order.
             joined, copies = _contiguous(joined)
         for row, state in zip(joined, self._step(joined), strict=True):
             for scalar in row.kept.kinds:
@@ -144,7 +144,7 @@ class ClassSteps:
                 kind = value.dtype if isinstance(value, torch.Tensor) else type(value)
                 if kind != row.kept.kinds[scalar]:
                     raise self._changed(scalar, row, row.kept.kinds[scalar], kind)
-                # A GPU would be waited for: its fused classes count steps alone.
+                # Reading would wait for a GPU. Fused classes on a GPU only count steps.
                 is_known = not (isinstance(value, torch.Tensor) and value.is_cuda)
                 if is_known and float(value) != advanced[row.name][scalar]:
                     raise ValueError(
@@ -159,9 +159,9 @@ class ClassSteps:
             torch.unbind_copy(whole, out=parts)
 
     def _keep_states(self, row: _Row, state: Mapping[str, Any]) -> None:
-        """Copy the tensors of a state to the page, but for the views of it.
+        """Copy the tensors of a state to the page, except views of the page.
 
-        They were created in this step, or replaced, or are copies of what is in the page.
+        The step has created or replaced them, or they are copies of states in the page.
         """
         for key, kind in row.kept.empty.items():
             if empty_kind(state[key]) != kind:
@@ -173,7 +173,7 @@ class ClassSteps:
                 continue
             if (now := _described(value)) != (before := _described(view)):
                 raise self._changed(key, row, before, now)
-            # A class may exchange two tensors, so that each is to be written over the other.
+            # A class may exchange two tensors. Each must then be written over the other.
             overlaps = value is not view and _storage(value) in map(_storage, row.states.values())
             replaced.append((target, value.clone() if overlaps else value))
         for target, value in replaced:
@@ -190,12 +190,12 @@ class ClassSteps:
         optimizer = self._optimizer
         params = []
         for row in rows:
-            params.append(row.master.detach())  # Which has a gradient of its own.
-            # A tensor of its own, whose sizes a class may exchange.
+            params.append(row.master.detach())  # The detached tensor has its own gradient.
+            # A separate tensor: a class may change its sizes.
             params[-1].grad = row.grad.detach().to(row.master.dtype)
         optimizer.state = defaultdict(dict)
         first = [p for p, row in zip(params, rows, strict=True) if not _is_stepped(row.scalars)]
-        if first:  # Classes create states with the optimizer, or at the first step.
+        if first:  # Classes create states in the constructor, or at the first step.
             optimizer.state.update(self._make([{**self._before, "params": first}]).state)
         for param, row in zip(params, rows, strict=True):
             if _is_stepped(row.scalars):
@@ -212,7 +212,7 @@ class ClassSteps:
             step_of(optimizer)
             found = [parts_of(optimizer.state[param]) for param in params]
             after = group_values(optimizer.param_groups[0])
-        finally:  # Views and gradients are not kept, also after an error.
+        finally:  # Do not keep views and gradients, even after an error.
             optimizer.state, optimizer.param_groups = defaultdict(dict), []
         self._require_same(after, found, [row.kept for row in rows])
         return found
@@ -220,18 +220,18 @@ class ClassSteps:
     def _require_same(
         self, after: dict[str, Any], found: Sequence[Mapping[str, Any]], kept: Sequence[Kept]
     ) -> None:
-        """Check that a step left the group as the other steps did, and the states as known."""
+        """Check that a step changed the group like the other steps, and has the known states."""
         name = type(self._optimizer).__name__
         if self._after is self._before:
             self._after = after
         elif after != self._after:
             raise ValueError(
-                f"{name} changes hyperparameters by gradients, so it cannot be in pages"
+                f"{name} changes hyperparameters based on gradients, so it cannot be in pages"
             )
         for state, of in zip(found, kept, strict=True):
             if state.keys() != of.names:
                 raise ValueError(
-                    f"{name} keeps the states {sorted(state)}, and in its first steps it had "
+                    f"{name} keeps the states {sorted(state)}, but in its first steps it had "
                     f"{sorted(of.names)}: states that come later cannot be in pages"
                 )
 
@@ -253,7 +253,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _as_created(state: AnyState, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a state of a page as the class created it, in one piece and in its order of memory."""
+    """Return a state of a page in one piece, in the memory order in which the class created it."""
     values = values_of(state)
     if order is None:
         return values
@@ -268,7 +268,7 @@ def _is_stepped(scalars: Scalars) -> bool:
 def _contiguous(
     rows: Sequence[_Row],
 ) -> tuple[list[_Row], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return rows with contiguous tensors, and masters with the copies that are stepped."""
+    """Return rows with contiguous tensors, and pairs of a master and the copy that is stepped."""
     found = [
         row._replace(master=row.master.contiguous(), grad=row.grad.contiguous()) for row in rows
     ]
@@ -279,7 +279,7 @@ def _contiguous(
 def _joined(
     rows: Sequence[_Row],
 ) -> tuple[list[_Row], list[tuple[torch.Tensor, list[torch.Tensor]]]]:
-    """Return rows with small ones of one shape stacked, and for each stack the tensors in it.
+    """Return rows with small rows of one shape stacked, and the tensors of each stack.
 
     Example: two rows of shape (8,) and one of (1 << 20,) become a row of (2, 8) and the large one.
     """

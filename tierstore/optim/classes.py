@@ -1,4 +1,4 @@
-"""States and numbers of a class of ``torch.optim``, and the classes that pages cannot have."""
+"""States and numbers of a class of ``torch.optim``, and classes that pages do not support."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ELEMENTWISE: frozenset[Any] = frozenset(
     | {torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
     | {torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD}
 )
-"""Classes that step each element by itself, with the same bits wherever a parameter is cut."""
+"""Classes that step each element by itself. Cuts of a parameter do not change their bits."""
 
-# States that a class creates with another value than 0: a number, or a key of the group.
+# States that a class does not initialize to 0: their value, or the key of the group that has it.
 _INITIAL: dict[Any, Mapping[str, float | str]] = {
     torch.optim.ASGD: {"eta": "lr", "mu": 1.0},
     torch.optim.Adagrad: {"sum": "initial_accumulator_value"},
@@ -36,7 +36,7 @@ _INITIAL: dict[Any, Mapping[str, float | str]] = {
 }
 
 _EIGHT_BITS = (
-    "its states are codes of its own, and it does not step tensors of a page: "
+    "its states are codes, and it cannot step tensors of a page: "
     'muon.Muon(moments_dtype=torch.int8) has AdamW in groups with algorithm="adamw"'
 )
 _REFUSED = {
@@ -47,31 +47,31 @@ _REFUSED = {
     "torchao": _EIGHT_BITS,
 }
 _UNUSABLE = {
-    "capturable": "pages are stepped one after the other, and not in one graph",
+    "capturable": "pages are stepped one after the other, not in one graph",
     "differentiable": "states in pages have no gradients",
 }
 
-# Sizes of the tensors that a class is tried with.
+# Sizes of the tensors for trial steps of a class.
 _SIZES = (5, 7, 3, 4, 2, 3, 2, 3, 2, 3, 2, 3, 2, 2, 2, 2, 2)
 _STEPS = 8  # RAdam changes its rule at step 6.
 
 
 @dataclass(frozen=True)
 class Kept:
-    """States and numbers that a class keeps for a parameter, by the names of parts_of()."""
+    """States and numbers that a class keeps for a parameter, under the names of parts_of()."""
 
     states: Mapping[str, torch.dtype]
     """Name -> dtype of the tensors."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Name -> shape of the tensors that have another shape than the parameter, or would have it for
-    other sizes: a factor of a square parameter may have its shape."""
+    """Name -> shape, for tensors whose shape differs from the parameter, at least for other sizes:
+    a factor of a square parameter may have the same shape."""
     empty: Mapping[str, str]
-    """Name -> kind of the parts that have nothing."""
+    """Name -> kind, for empty parts."""
     kinds: Mapping[str, torch.dtype | type]
-    """Name -> dtype of tensors of shape (), or type, of the scalars."""
+    """Name of a scalar -> dtype of its tensor of shape (), or its type."""
     orders: Mapping[str, tuple[int, ...]]
-    """Name -> dimensions, from the outermost in memory to the innermost, of the tensors that are
-    not row-major. A product of matrices may round otherwise in another order."""
+    """Name -> dimensions from outermost to innermost in memory, for tensors that are not row-major.
+    In another order a product of matrices may round differently."""
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
@@ -80,11 +80,11 @@ class Kept:
 
 
 def require_usable(cls: Any) -> None:
-    """Refuse a class that pages cannot have.
+    """Refuse a class that pages do not support.
 
     Raises:
-        TypeError: it is not a class of optimizers.
-        ValueError: names the reason.
+        TypeError: ``cls`` is not a class of optimizers.
+        ValueError: the class is not supported; the message gives the reason.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
@@ -97,10 +97,10 @@ def require_usable(cls: Any) -> None:
 
 
 def require_options(cls: Any, group: Mapping[str, Any]) -> None:
-    """Refuse options that steps of pages cannot have.
+    """Refuse options that steps of pages do not support.
 
     Raises:
-        ValueError: names the option.
+        ValueError: an option is not supported; the message names it.
     """
     for name, reason in _UNUSABLE.items():
         if group.get(name):
@@ -108,9 +108,9 @@ def require_options(cls: Any, group: Mapping[str, Any]) -> None:
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> None:
-    """Step without the hooks of all optimizers, which are called once in a step of all pages.
+    """Step without the global hooks of optimizers. They are called once for a step of all pages.
 
-    A step that calls the step of another class calls them there.
+    If a step calls the step of another class, that step calls the hooks.
     """
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
@@ -122,12 +122,12 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def initial_value(state: str, group: Mapping[str, Any], cls: Any = None) -> float:
-    """Return what a class gives a state or scalar before the first step.
+    """Return the value of a state or scalar before the first step.
 
     Args:
-        state: its name.
+        state: name of the state or scalar.
         group: the hyperparameters.
-        cls: the class; None: whichever of ``torch.optim`` has the state.
+        cls: the class; None: the class of ``torch.optim`` that has the state.
     """
     bases = _INITIAL.keys() if cls is None else cls.__mro__
     known = (_INITIAL[base] for base in bases if base in _INITIAL)
@@ -138,7 +138,7 @@ def initial_value(state: str, group: Mapping[str, Any], cls: Any = None) -> floa
 def kept_by(
     cls: Class, options: Mapping[str, Any], group: Mapping[str, Any], ndim: int, dtype: torch.dtype
 ) -> tuple[Kept, frozenset[str]]:
-    """Return what a class keeps for a small parameter, from steps of it.
+    """Find the states and numbers of a class for a small parameter, by trial steps.
 
     Args:
         cls: the class.
@@ -148,12 +148,12 @@ def kept_by(
         dtype: dtype of its master.
 
     Returns:
-        What it keeps, and the keys of the group that a step changes, such as a count of steps.
+        The states and numbers; the keys of the group that a step changes, such as a step count.
 
     Raises:
-        ValueError: a state cannot be in pages; names it.
+        ValueError: a state cannot be in pages; the message names it.
     """
-    # A state of a tensor without dimensions cannot be told from a scalar.
+    # A state of a tensor without dimensions looks like a scalar.
     [tensor] = _tensors(1, max(ndim, 1), dtype)
     optimizer = cls([{**group_values(group), "params": [tensor]}], **options)
     own = _own_values(optimizer)
@@ -166,9 +166,9 @@ def kept_by(
     others = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
     if _own_values(optimizer) != own or others:
         raise ValueError(
-            f"{_name(cls)} keeps {others or 'tensors or counts in attributes of its own'} beside "
-            "the states of parameters, which no commit has: keep them in the state of a parameter, "
-            "or in the param group"
+            f"{_name(cls)} keeps {others or 'tensors or counts in its attributes'} outside of "
+            "the states of parameters, and commits do not have them: keep them in the state of a "
+            "parameter, or in the param group"
         )
     if any(each != found[0] for each in found):
         raise ValueError(
@@ -188,18 +188,18 @@ def kept_at(
     dtype: torch.dtype,
     small: Kept,
 ) -> Kept:
-    """Return what a class keeps for a parameter of a shape, from a step without values.
+    """Find the states and numbers of a class for a shape, by a trial step without values.
 
     Args:
         cls: the class.
         options: its arguments.
         group: the param group of the parameter.
-        shape: of the parameter.
+        shape: shape of the parameter.
         dtype: dtype of its master.
-        small: what it keeps for a small parameter of as many dimensions.
+        small: the result for a small parameter of as many dimensions.
 
     Raises:
-        ValueError: a state cannot be in pages, or its shape is not known; names it.
+        ValueError: a state cannot be in pages, or its shape is unknown; the message names it.
     """
     tensor = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     tensor.grad = torch.empty_like(tensor)
@@ -207,12 +207,12 @@ def kept_at(
     refused = None
     try:
         step_of(optimizer)
-    except RuntimeError as error:  # A number of a tensor is read, after states were created.
+    except RuntimeError as error:  # The step reads a number of a tensor, after creating states.
         refused = error
     found = _kept(cls, optimizer.state[tensor], shape, small)
     if refused is not None and found.names != small.names:
         raise ValueError(
-            f"{_name(cls)} does not tell the shapes of its states for a parameter of shape "
+            f"the shapes of the states of {_name(cls)} are unknown for a parameter of shape "
             f"{list(shape)}: a step without values ends with: {refused}"
         ) from refused
     return found
@@ -221,7 +221,7 @@ def kept_at(
 def _kept(
     cls: Any, state: Mapping[str, Any], shape: Sequence[int], small: Kept | None = None
 ) -> Kept:
-    """Return what is in the state of a parameter of a shape; see kept_at()."""
+    """Return the content of the state of a parameter of a shape; see kept_at()."""
     states: dict[str, torch.dtype] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     empty: dict[str, str] = {}
@@ -231,7 +231,7 @@ def _kept(
         # A state of a parameter without dimensions looks like a number.
         is_state = small is not None and name in small.states
         if name in (STEPPED, MASTER):
-            raise ValueError(f"{_name(cls)} keeps a state {name!r}, a name that pages use")
+            raise ValueError(f"{_name(cls)} keeps a state {name!r}, but pages use this name")
         if _is_number(value) and not is_state:
             if name.rpartition(".")[2].isdigit():
                 raise ValueError(f"{_name(cls)} keeps a number in a list, {name!r}: keep a tensor")
@@ -255,10 +255,10 @@ def _kept(
 
 
 def _require_names(cls: Any, state: Mapping[str, Any]) -> None:
-    """Refuse a state that its parts do not make again, such as one with a dot in a key.
+    """Refuse a state that cannot be rebuilt from its parts, such as one with a dot in a key.
 
     Raises:
-        ValueError: names the parts.
+        ValueError: the message names the parts.
     """
     parts = parts_of(state)
     try:
@@ -284,14 +284,14 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what tells a change of the attributes that are numbers or tensors, or hold them."""
+    """Return marks of the attributes that are or hold numbers or tensors. A change alters them."""
     others = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
     found = {name: _mark(vars(optimizer)[name]) for name in others}
     return {name: mark for name, mark in found.items() if mark is not None}
 
 
 def _mark(value: Any) -> Any:
-    """Return what a change of a value changes; None for a value without numbers and tensors."""
+    """Return a mark that a change of the value alters; None without numbers and tensors."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, dict):
@@ -304,10 +304,10 @@ def _mark(value: Any) -> Any:
 def _require_apart_in_memory(cls: Any, state: Mapping[str, Any], tensor: torch.Tensor) -> None:
     """Refuse tensors of a state that share memory with each other or with the parameter.
 
-    Pages have each by itself.
+    Pages store each tensor separately.
 
     Raises:
-        ValueError: names two.
+        ValueError: two tensors share memory; the message names them.
     """
     seen = {tensor.untyped_storage().data_ptr(): "the parameter"}
     for name, part in parts_of(state).items():
@@ -315,8 +315,8 @@ def _require_apart_in_memory(cls: Any, state: Mapping[str, Any], tensor: torch.T
             other = seen.setdefault(part.untyped_storage().data_ptr(), name)
             if other != name:
                 raise ValueError(
-                    f"{_name(cls)} keeps {name!r} in the memory of {other}: pages have each state "
-                    "by itself"
+                    f"{_name(cls)} keeps {name!r} in the memory of {other}: pages store each state "
+                    "separately"
                 )
 
 
@@ -325,10 +325,10 @@ def require_apart(
 ) -> None:
     """Refuse a class whose step of a parameter depends on other parameters.
 
-    Pages step some of the parameters, and keep numbers that do not depend on gradients.
+    A page steps some of the parameters, and keeps numbers that do not depend on gradients.
 
     Raises:
-        ValueError: it does, in one of the first steps of small tensors.
+        ValueError: one of the first steps of small tensors depends on other parameters.
     """
     values = group_values(group)
     together, apart = (_tensors(2, ndim, torch.float32) for _ in range(2))
@@ -350,7 +350,7 @@ def require_apart(
             raise ValueError(
                 f"{_name(cls)} steps parameters together, or by numbers of their gradients or "
                 f"shapes: step {number + 1} of two parameters differs from steps of one at a time. "
-                "Pages hold some of the parameters"
+                "A page holds only some of the parameters"
             )
 
 
@@ -368,29 +368,29 @@ def require_same_class(
         defaults: its keys and their defaults.
         saved: the group.
         where: names the group in the error.
-        own: the group of this program, which may have keys of its own.
+        own: the group of this program. It may have additional keys.
 
     Raises:
-        ValueError: names the key that tells.
+        ValueError: the group is of another class; the message names the key that shows it.
     """
     if not saved.keys() - {"params", "param_names"} or saved.get(RULE) == cls.__name__:
-        return  # States alone, or a commit of the class.
+        return  # Only states, or a commit of the class.
     if RULE in saved or ("algorithm" in saved and "algorithm" not in own):
         raise ValueError(f"{where} is of {saved.get(RULE, 'muon.Muon')}, and not of {cls.__name__}")
     for key in sorted((saved.keys() & _known_keys()) - defaults.keys() - own.keys()):
         raise ValueError(f"{where} is not of {cls.__name__}, which has no {key!r}")
-    # Keys that releases of torch have added.
+    # Keys that later releases of torch have added.
     newer = {"maximize", "foreach", "fused", "capturable", "differentiable"}
     newer |= {"decoupled_weight_decay"}
     for key in sorted(defaults.keys() - saved.keys() - newer):
         raise ValueError(f"{where} is not of {cls.__name__}: it has no {key!r}")
-    key = "decoupled_weight_decay"  # Of Adam it is an option, of AdamW it is not.
+    key = "decoupled_weight_decay"  # In Adam it is an option, in AdamW it is always True.
     if issubclass(cls, torch.optim.AdamW) and not saved.get(key, True):
-        raise ValueError(f"{where} is not of {cls.__name__}: {key} is {saved[key]!r}, and not True")
+        raise ValueError(f"{where} is not of {cls.__name__}: {key} is {saved[key]!r}, not True")
 
 
 def is_of_torch(saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved param group has the keys of a class that pages can have."""
+    """Return whether a saved param group has the keys of a class that pages support."""
     for cls in ELEMENTWISE:
         defaults = _defaults_of(cls)
         if saved.keys() <= defaults.keys() | {"params", "param_names", "initial_lr"}:
@@ -402,7 +402,7 @@ def is_of_torch(saved: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _known_keys() -> frozenset[str]:
-    """Return the keys of param groups of the classes that pages can have."""
+    """Return the keys of param groups of the classes that pages support."""
     return frozenset(key for cls in ELEMENTWISE for key in _defaults_of(cls))
 
 
@@ -416,7 +416,7 @@ def _tensors(count: int, ndim: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return small tensors on the CPU with gradients."""
     found = []
     for index in range(count):
-        sizes = _SIZES[index : index + ndim]  # Two shapes, on which numbers may depend.
+        sizes = _SIZES[index : index + ndim]  # Two shapes, because numbers may depend on shapes.
         tensor = torch.empty(sizes, dtype=dtype, device="cpu")
         tensor.copy_(_waves(tensor, index)).requires_grad_()
         tensor.grad = _waves(tensor, index + 1)
@@ -425,7 +425,7 @@ def _tensors(count: int, ndim: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _waves(like: torch.Tensor, number: int) -> torch.Tensor:
-    """Return values in [-1, 1] of the shape of a tensor, others for each number."""
+    """Return values in [-1, 1] of the shape of a tensor, different for each number."""
     places = torch.arange(like.numel(), dtype=like.dtype, device="cpu")
     return torch.sin(places * (1.7 + number)).view(like.shape)
 
@@ -441,7 +441,7 @@ def _name(cls: Any) -> str:
 
 
 def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...]:
-    """Return what the names of states depend on: which hyperparameters are 0, None or False.
+    """Return the key of the names of states: which hyperparameters are 0, None or False.
 
     Args:
         group: the param group.
@@ -451,7 +451,7 @@ def signature(group: Mapping[str, Any], keys: Collection[str]) -> tuple[Any, ...
 
 
 def shape_options(group: Mapping[str, Any], changing: Collection[str]) -> Any:
-    """Return what the shapes of states depend on besides: hyperparameters that are whole numbers.
+    """Return the hyperparameters that the shapes of states may depend on: all whole numbers.
 
     Args:
         group: the param group.

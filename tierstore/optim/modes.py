@@ -1,4 +1,4 @@
-"""Modes of the caller that would change the bits of a step: they count for the model alone."""
+"""Modes of the caller that would change the bits of a step. They apply only to the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def without_callers_modes() -> Iterator[None]:
-    """Compute as without ``torch.autocast``, and with the smallest numbers kept."""
+    """Disable ``torch.autocast``, and keep subnormal numbers, during the block."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

@@ -43,19 +43,19 @@ class Paged(PagedOptimizer):
         named = model.named_parameters()
         optimizer = tierstore.Paged(named, torch.optim.AdamW, store=store, lr=3e-4)
 
-    Results have the bits of the class. Parameters of lower precision have float32 masters, and the
-    bits of the class over float32 copies. Hyperparameters, param groups, schedulers and state dicts
-    are as in the class.
+    Results equal the class bit for bit. Parameters of lower precision have float32 masters. Their
+    results equal the class over float32 copies. Hyperparameters, param groups, schedulers and state
+    dicts are as in the class.
 
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``. Names
             identify the state on disk: pass named parameters if the run may be resumed.
         cls: the class. Its states are tensors and numbers, and dicts and lists of them.
         store: holds the states; None keeps them in memory.
-        elementwise: True: each element of a parameter is stepped by itself, so that pages and ranks
-            may cut parameters anywhere. None: so for the classes of ``torch.optim`` that are
-            tested (docs/reference/torch-classes.md); other classes see whole parameters, which
-            FSDP2 and tensor parallelism do not have.
+        elementwise: True: each element of a parameter is stepped by itself. Pages and ranks may
+            then cut parameters anywhere. None: True for the classes of ``torch.optim`` that are
+            tested (docs/reference/torch-classes.md). Other classes see whole parameters. FSDP2 and
+            tensor parallelism do not have whole parameters.
         partition, gradient, nonfinite, missing: see PagedOptimizer.
         options: arguments of the class, such as ``lr``.
 
@@ -84,9 +84,9 @@ class Paged(PagedOptimizer):
         self._is_elementwise = self._is_listed if elementwise is None else elementwise
         self._small: dict[Any, tuple[Kept, frozenset[str]]] = {}
         self._kept: dict[Any, Kept] = {}
-        # It steps a page: the views of the page stand in its group and state meanwhile.
+        # This optimizer steps a page. During the step its group and state hold views of the page.
         self._stepper = _stepper(cls, options)
-        [group] = self._stepper.param_groups  # Classes add keys to it, such as counts.
+        [group] = self._stepper.param_groups  # Classes add keys to the group, such as counts.
         defaults = {**self._stepper.defaults, **group_values(group)}
         require_options(cls, defaults)
         super().__init__(
@@ -112,22 +112,22 @@ class Paged(PagedOptimizer):
                 f"{sorted(self.kinds_of(group))} for the first parameter of its group: give it a "
                 "group of its own"
             )
-        # On a CPU, the fused kernels of torch round otherwise at the ends of a tensor.
+        # On a CPU, the fused kernels of torch round differently at the ends of a tensor.
         is_cut = self._is_elementwise and not (group.get("fused") and tensor.device.type == "cpu")
         if not is_cut and local_tensor(tensor).shape != tensor.shape:
             raise ValueError(
-                f"{self._class.__name__} sees whole parameters, and a rank has a part of {name!r}: "
+                f"{self._class.__name__} sees whole parameters, but a rank has a part of {name!r}: "
                 "use DDP. If it steps each element by itself, pass elementwise=True"
             )
         if not is_cut and placing["partition"] == "flat":
             raise ValueError(
-                f"{self._class.__name__} sees whole parameters, and partition='flat' cuts {name!r} "
+                f"{self._class.__name__} sees whole parameters, but partition='flat' cuts {name!r} "
                 "over ranks: use 'by_parameter' or 'auto'"
             )
         if not is_cut and math.prod(tensor.shape) * 4 > RECORD_DATA_BYTES_MAX:
             raise ValueError(
-                f"{name!r} of shape {list(tensor.shape)} takes more than one record of pages, and "
-                f"{self._class.__name__} sees whole parameters: step it by another optimizer"
+                f"{name!r} of shape {list(tensor.shape)} takes more than one record of a page, but "
+                f"{self._class.__name__} sees whole parameters: step it with another optimizer"
             )
         return PagedParameter(
             name=name,
@@ -148,7 +148,7 @@ class Paged(PagedOptimizer):
         return {**found, STEPPED: 0.0}
 
     def _initial(self, name: str, group: Mapping[str, Any]) -> float:
-        of_constructor = ("initial_accumulator_value",)  # Adagrad takes it for all groups.
+        of_constructor = ("initial_accumulator_value",)  # In Adagrad it applies to all groups.
         fixed = {key: self.defaults[key] for key in of_constructor if key in self.defaults}
         return initial_value(name, {**group, **fixed}, self._class)
 
@@ -158,7 +158,7 @@ class Paged(PagedOptimizer):
         return self._kept_for(group, params[0]).kinds if params else {}
 
     def layout_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the pages of a param group depend on: the states, which options choose."""
+        """Return the states, which determine the pages of a param group and follow from options."""
         is_cut = self._is_elementwise
         kinds = {(t.ndim if is_cut else t.shape, t.dtype): t for t in group["params"]}
         kept = [self._kept_for(group, of) for of in kinds.values()]
@@ -168,7 +168,7 @@ class Paged(PagedOptimizer):
         return {**found, "fused": group.get("fused"), "states": states, "shapes": shapes}
 
     def check_group(self, group: dict[str, Any], number: int) -> None:
-        """Refuse options that pages cannot have."""
+        """Refuse options that pages do not support."""
         require_options(self._class, group)
 
     def check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
@@ -182,7 +182,7 @@ class Paged(PagedOptimizer):
             if own[key] != others[key]:
                 raise ValueError(
                     f"the options of {where} make {self._class.__name__} keep the {key} "
-                    f"{others[key]}, and pages hold {own[key]}: make the optimizer with these "
+                    f"{others[key]}, but pages hold {own[key]}: make the optimizer with these "
                     "options"
                 )
 
@@ -192,7 +192,7 @@ class Paged(PagedOptimizer):
         return self._class.__name__
 
     def not_loaded(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that choose who computes."""
+        """Return the options that select the implementation."""
         return {key: group[key] for key in ("foreach", "fused") if key in group}
 
     def check_resumed(
@@ -204,10 +204,10 @@ class Paged(PagedOptimizer):
     def stepped(self, states: Mapping[str, Any]) -> bool:
         """Return whether states are of a parameter that was stepped.
 
-        A state dict before the first step has zeros, which a class may not begin with.
+        A state dict before the first step has zeros, but a class may not start from zeros.
         """
         tensors = [value for value in states.values() if isinstance(value, torch.Tensor)]
-        # Ranks must agree, and one part may have zeros where another has none.
+        # Ranks must agree, but one part may have zeros where another part has none.
         is_cut = any(local_tensor(tensor).shape != tensor.shape for tensor in tensors)
         if self._is_listed or is_cut:
             return bool(states)
@@ -237,13 +237,13 @@ class Paged(PagedOptimizer):
                     require_apart(self._class, self._options, group, tensor.ndim)
                 self._small[key] = kept_by(self._class, self._options, group, tensor.ndim, dtype)
             except Exception as error:
-                error.add_note(f"in steps of small tensors, which tell what {self.rule} keeps")
+                error.add_note(f"in trial steps of small tensors to find what {self.rule} keeps")
                 raise
         small, changing = self._small[key]
         if self._is_elementwise:
             if small.shapes:
                 raise ValueError(
-                    f"{self._class.__name__} keeps states of other shapes than the parameter, "
+                    f"{self._class.__name__} keeps states whose shapes differ from the parameter, "
                     f"{sorted(small.shapes)}: it cannot be elementwise=True"
                 )
             return small
@@ -296,6 +296,6 @@ def _stepper(cls: Class, options: Mapping[str, Any]) -> torch.optim.Optimizer:
 
 
 def _cost(tensor: torch.Tensor, kept: Kept) -> int:
-    """Return the relative cost of a step of a whole parameter: of a square matrix its cube."""
+    """Return the relative cost of a step of a whole parameter, with the cube of square states."""
     squares = (shape[0] ** 3 for shape in kept.shapes.values() if len({*shape}) < len(shape))
     return tensor.numel() * (1 + len(kept.states)) + sum(squares)

@@ -1,4 +1,4 @@
-"""The dicts of ``param_groups``: parameters that are there twice."""
+"""The dicts of ``param_groups``: removal of duplicate parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def drop_duplicates(group: dict[str, Any]) -> None:
-    """Leave every parameter of a group there once, under its first name."""
+    """Keep each parameter of a group once, under its first name."""
     positions = {tensor: index for index, tensor in reversed([*enumerate(group["params"])])}
     if len(positions) < len(group["params"]):
         kept = sorted(positions.values())

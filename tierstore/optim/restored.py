@@ -1,4 +1,4 @@
-"""Warnings of a restore that does what it was told, but probably not what was wanted."""
+"""Warnings after a restore that probably differs from the intent of the user."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[
 
     Args:
         groups: the param groups.
-        restored: the lr of each group that was restored; groups that were added since come last.
+        restored: the lr of each restored group. Groups that were added since come last.
     """
     for number, (group, lr) in enumerate(zip(groups, restored, strict=False)):
         if float(group.get("lr", lr)) != lr:
             warnings.warn(
                 f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
                 f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
-                "start: make it before, and call store.register(scheduler=scheduler)",
+                "start value: make it before, and call store.register(scheduler=scheduler)",
                 stacklevel=4,
             )
             return
 
 
 def scheduled_keys(group: Mapping[str, Any], *, is_scheduled: bool) -> set[str]:
-    """Return the keys of a group that a scheduler sets, and does not set again when it is loaded.
+    """Return the keys of a group that a scheduler sets, but does not set again when loaded.
 
     Args:
-        group: as restored.
+        group: the restored group.
         is_scheduled: the commit has the state of a scheduler.
     """
     found = set()
@@ -50,11 +50,11 @@ def warn_of_other_values(
     *,
     is_scheduled: bool,
 ) -> None:
-    """Warn if restored param groups have other values than the program gave them.
+    """Warn if values of restored param groups differ from the values of the program.
 
     Args:
-        groups: the groups as restored.
-        given: the groups as the program had them.
+        groups: the restored groups.
+        given: the groups of the program.
         keys: the keys that the rule knows.
         is_scheduled: the commit has the state of a scheduler.
     """
@@ -76,11 +76,11 @@ def warn_of_other_values(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that compares: lists as tuples, tensors and scalars of numpy as floats."""
+    """Return a comparable value: lists as tuples, tensors and numpy scalars as floats."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    # A tensor of float32 has the 0.01 of a program rounded.
+    # A float32 tensor holds a rounded value of the program's 0.01.
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return float(f"{float(value):.6g}") if is_number else value

@@ -32,7 +32,7 @@ class Optimizer(Protocol):
     def _described(
         self, tensor: torch.Tensor
     ) -> tuple[Mapping[str, torch.dtype | type | None], PagedParameter]:
-        """Return the scalars of a parameter with their kinds, and the parameter as it is paged."""
+        """Return the scalars of a parameter with their kinds, and its PagedParameter."""
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all states of some parameters."""
@@ -41,18 +41,18 @@ class Optimizer(Protocol):
 class PagedState(MutableMapping[Any, Any]):
     """``optimizer.state``: parameter -> its states, also before the first step.
 
-    On one rank, states that are assigned are written to the pages at once, and a parameter that is
-    removed begins anew. On several ranks, which change a state together, both raise RuntimeError.
-    Keys that are not tensors are kept as they are.
+    On one rank, assigned states are written to the pages at once, and removing a parameter resets
+    its states. On several ranks both raise RuntimeError: these ranks change a state together. Keys
+    that are not tensors are kept unchanged.
 
-    A mapping of parameters is never falsy: for a falsy state, torch's state-dict helpers do a step
-    to initialize the optimizer.
+    A mapping with parameters is never falsy: for a falsy state, torch's state-dict helpers do a
+    step to initialize the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.others: dict[Any, Any] = {}
-        """The entries that are not of a parameter. No commit has them."""
+        """The entries that do not belong to a parameter. Commits do not have them."""
         # id() of a parameter -> its position when the positions were last noted.
         self._positions: dict[int, tuple[int, int]] = {}
 
@@ -111,7 +111,7 @@ class PagedState(MutableMapping[Any, Any]):
 
     @override
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove an entry and return it; the states of a parameter as tensors of the caller."""
+        """Remove an entry and return it. The caller owns returned states of a parameter."""
         if not isinstance(key, torch.Tensor) or key not in self:
             return self.others.pop(key, *default)
         states = self[key].copy()
@@ -120,14 +120,14 @@ class PagedState(MutableMapping[Any, Any]):
 
     @override
     def clear(self) -> None:
-        """Let all parameters begin anew, and remove all other entries."""
+        """Reset the states of all parameters, and remove all other entries."""
         self.replace({})
 
     def replace(self, values: Mapping[Any, Any]) -> None:
-        """Take the entries of a mapping; a parameter that it lacks begins anew.
+        """Take the entries of a mapping. Reset the states of parameters that it lacks.
 
         Raises:
-            KeyError, ValueError, RuntimeError: as for the assignment of one entry. Nothing was
+            KeyError, ValueError, RuntimeError: as in the assignment of one entry. Nothing was
                 changed.
         """
         given = {key: value for key, value in values.items() if isinstance(key, torch.Tensor)}
@@ -135,7 +135,7 @@ class PagedState(MutableMapping[Any, Any]):
         self.others = {key: value for key, value in values.items() if key not in given}
 
     def _write(self, entries: Mapping[torch.Tensor, Any]) -> None:
-        """Write the states of some parameters that are not the current ones already."""
+        """Write those states of some parameters that differ from the current states."""
         views = {key: ParameterState(self._optimizer, key) for key in entries}
         states = {
             views[key].name: views[key].complete(dict(value))
@@ -150,9 +150,9 @@ class PagedState(MutableMapping[Any, Any]):
 class ParameterState:
     """The states of one parameter: names are known, values are read from pages on access.
 
-    Has the methods of a mapping, and is not registered as one: frameworks that move tensors to a
-    device rebuild the mappings that they find, and leave other objects as they are. Reading raises
-    RuntimeError if it needs other ranks, which may not make the same call.
+    Has the methods of a mapping, but is not registered as one: frameworks that move tensors to a
+    device rebuild mappings, and leave other objects unchanged. Reading raises RuntimeError if it
+    needs other ranks, because they may not make the same call.
     """
 
     def __init__(self, optimizer: Optimizer, tensor: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class ParameterState:
     def __delitem__(self, state: str) -> None:
         raise TypeError(
             f"state {state!r} of parameter {self.name!r} cannot be removed alone: "
-            "optimizer.state.pop(parameter) lets the parameter begin anew"
+            "optimizer.state.pop(parameter) resets all states of the parameter"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -211,7 +211,7 @@ class ParameterState:
         return self[state] if state in self._names else default
 
     def setdefault(self, state: str, default: Any = None) -> Any:
-        """Return a state: a parameter has all of its states."""
+        """Return a state. A parameter always has all its states."""
         return self[state]
 
     def pop(self, state: str, *default: Any) -> Any:
@@ -227,11 +227,11 @@ class ParameterState:
         self._optimizer.state[self._tensor] = {**dict(self.items()), **dict(values)}
 
     def clear(self) -> None:
-        """Let the parameter begin anew."""
+        """Reset the states of the parameter."""
         del self._optimizer.state[self._tensor]
 
     def copy(self) -> dict[str, Any]:
-        """Return all states, as tensors of the caller."""
+        """Return all states, as tensors that the caller owns."""
         shown = self._show()
         owned = self._optimizer.store.pages.read_states([self.name])[self.name]
         parts = {part: _copied(owned.get(part, shown[part])) for part in self._parts}
@@ -245,7 +245,7 @@ class ParameterState:
         return self._optimizer is optimizer and self._tensor is tensor
 
     def complete(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Check states that are to be written; return them, current ones as they are shown.
+        """Check states to write; return them. Current states are replaced by the shown tensors.
 
         Args:
             values: all states of the parameter, or none.
@@ -264,7 +264,7 @@ class ParameterState:
         check_saved(parts, self._paged, self._scalars)
         shown = self._show()
         return {
-            # A copy: the value may be a view of memory that is written first.
+            # Copy it: the value may be a view of memory that is written earlier.
             part: shown[part] if _same(value, shown[part]) else _copied(value)
             for part, value in parts.items()
         }
@@ -275,7 +275,7 @@ class ParameterState:
             require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
         self._optimizer._attach_groups()
         shown = self._optimizer.store.pages.show_states(self.name)
-        # Tensors in float32, which a caller may change in place, or the numbers of the class.
+        # float32 tensors, which a caller may change in place, or numbers of the class.
         kinds = {name: kind for name, kind in self._scalars.items() if isinstance(kind, type)}
         numbers = self._optimizer.store.pages.scalars.get(self.name, {})
         exact = {name: kind(numbers[name]) for name, kind in kinds.items() if name in numbers}
@@ -285,23 +285,23 @@ class ParameterState:
         known = ", ".join(map(repr, self._names))
         return KeyError(
             f"parameter {self.name!r} has no state {state!r}, only {known}: keep other values in "
-            "optimizer.state under a key of your own"
+            "optimizer.state under your own key"
         )
 
 
 def require_one_rank(optimizer: Optimizer, state: str = "a state") -> None:
-    """Check that there is one rank, because a state of several ranks needs calls on all of them.
+    """Check that the job has one rank: with several, all ranks must call to use a state.
 
     Args:
         optimizer: the optimizer.
-        state: describes what would be read or changed.
+        state: text for the state that would be read or changed.
 
     Raises:
-        RuntimeError: there are several ranks.
+        RuntimeError: the job has several ranks.
     """
     if optimizer.store.pages.ranks is not None:
         raise RuntimeError(
-            f"{state} may lie on other ranks: to read it, call state_dict(), or "
+            f"{state} may be on other ranks: to read it, call state_dict(), or "
             "store.pages.read_states(), on all ranks together; to change it, load_state_dict(), "
             "store.pages.write_states() or reset_state()"
         )
@@ -316,7 +316,7 @@ def _is_at(
 
 
 def _frozen(value: Any) -> Any:
-    """Return a part of a state that nobody can believe to have changed."""
+    """Return an immutable form of a part of a state, so that edits raise an error."""
     if isinstance(value, dict):
         return MappingProxyType({key: _frozen(part) for key, part in value.items()})
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -24,14 +24,14 @@ def pack(
 
     Args:
         groups: the param groups.
-        paged: the same groups as they are paged.
+        paged: the PagedGroup of each group.
         states: parameter name -> state name -> tensor.
-        scalars: parameter name -> scalar name -> value as the state dict has it.
+        scalars: parameter name -> scalar name -> value in the form of the state dict.
     """
     packed_groups: list[_Group] = []
     packed_states: dict[Any, Any] = {}
     for group, members in zip(groups, paged, strict=True):
-        # Dtypes by name, because torch's state-dict helpers support plain values only.
+        # Store dtypes by name, because torch's state-dict helpers support only plain values.
         packed = {
             key: str(value) if isinstance(value, torch.dtype) else value
             for key, value in group.items()
@@ -61,24 +61,24 @@ def match(
     Args:
         state_dict: the state dict.
         groups: the param groups.
-        paged: returns the group of a number as it is paged, with its parameters in the order of
-            the param group.
-        loaded: returns the hyperparameters that a saved group gives a param group of a number.
+        paged: returns the PagedGroup of a group number, with parameters in the order of the param
+            group.
+        loaded: returns the hyperparameters that a param group gets from a saved group.
         scalars: returns the names of the scalars of the parameters of a group.
 
     Returns:
-        Hyperparameters for each group, states by parameter name, and the entries that are not
-        of a parameter.
+        Hyperparameters for each group, states by parameter name, and the entries that do not
+        belong to a parameter.
 
     Raises:
-        ValueError: the state dict is of other groups, or has other states.
+        ValueError: the groups or states of the state dict do not match.
     """
     saved_groups = _by_name(groups, state_dict["param_groups"])
     lengths = [len(group["params"]) for group in groups]
     saved_lengths = [len(group["params"]) for group in saved_groups]
     if lengths != saved_lengths:
         raise ValueError(
-            f"the state dict has groups of {saved_lengths} parameters, this optimizer has "
+            f"the state dict has groups of {saved_lengths} parameters, but this optimizer has "
             f"groups of {lengths}"
         )
     hyperparameters = []
@@ -103,12 +103,12 @@ def match(
 
 
 def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Group]:
-    """Return saved groups with their parameters in the order of groups that have the same names.
+    """Return saved groups with their parameters reordered by name to match the groups.
 
     Without names on one side, parameters are matched by position, as in ``torch.optim``.
 
     Raises:
-        ValueError: the names are others, or the groups have parts of each other.
+        ValueError: the names differ, or groups are divided differently.
     """
     named = [group.get("param_names", ()) for group in groups]
     given = [group.get("param_names", ()) for group in saved]
@@ -127,7 +127,7 @@ def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Gro
                 for verb, names in (("lacks", absent), ("has further", new))
                 if names
             )
-            + ". Without param_names in its groups, states go by position"
+            + ". Without param_names in its groups, states are matched by position"
         )
     found = []
     for number, names in enumerate(named):
@@ -141,7 +141,7 @@ def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Gro
         else:
             raise ValueError(
                 f"param group {number} has parameters of several groups of the state dict, or a "
-                "part of one: make the param groups as they were saved"
+                "part of one group: make the param groups as they were saved"
             )
     return found
 
@@ -150,7 +150,7 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
     """Check that a dict is the state dict of an optimizer.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the dict is not the state dict of an optimizer.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -164,7 +164,7 @@ def check_saved(
 ) -> None:
     """Check that a state dict has either all states of a parameter or none, and no unknown state.
 
-    The master may be missing, because state dicts of torch.optim have none.
+    The master may be missing: state dicts of torch.optim have no master.
 
     Args:
         saved: state name -> value.
@@ -172,7 +172,7 @@ def check_saved(
         scalars: the names of its scalars.
 
     Raises:
-        ValueError: names the parameter.
+        ValueError: the states do not fit; the message names the parameter.
     """
     expected = {*parameter.states, *scalars}
     if saved and saved.keys() - {"master"} != expected:

@@ -47,7 +47,7 @@ class BufferPool:
     Args:
         count: number of buffers.
         nbytes: bytes of each buffer, rounded up to sectors.
-        page_locked: the GPU that copies the memory, which is then page-locked; None: do not lock.
+        page_locked: the GPU for which the memory is page-locked; None: do not page-lock.
 
     Attributes:
         memory: all buffers in one piece, to be registered with a storage.
@@ -97,11 +97,11 @@ class BufferPool:
         return self._free.pop()
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back, which no transfer uses any more."""
+        """Give back a buffer. No transfer may still use it."""
         self._free.append(buffer)
 
     def release_all(self) -> None:
-        """Take back all buffers, which no transfer uses any more."""
+        """Take back all buffers. No transfer may still use one."""
         self._free = list(self._all)
 
 
@@ -114,7 +114,7 @@ class _Arena(mmap.mmap):
     unregister: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        # At the end of the process CUDA may be gone, and has unregistered the memory.
+        # At exit CUDA may have shut down. It has then unregistered the memory.
         if self.unregister is not None and not sys.is_finalizing():
             self.unregister()
 
@@ -138,9 +138,9 @@ def map_memory(nbytes: int) -> _Arena:
 
 
 def _keep_inherited() -> None:
-    """Keep the inherited objects alive in a forked child, also while the interpreter exits.
+    """Keep inherited arenas alive in a forked child, also while the interpreter exits.
 
-    The child may have other memory at their addresses, which they would unmap.
+    The child may have mapped other memory at the same addresses. A destructor would unmap it.
     """
     for arena in list(_arenas):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))
@@ -181,7 +181,7 @@ def _lock_pages(arena: _Arena, address: int, nbytes: int, device: torch.device) 
     synchronize = torch.cuda.synchronize
 
     def unregister() -> None:
-        synchronize(device)  # A GPU may be behind with copies from here and to here.
+        synchronize(device)  # Copies from and to this memory may still be queued on the GPU.
         runtime.cudaHostUnregister(address)
 
     arena.unregister = unregister

@@ -51,7 +51,7 @@ class DeviceBuffer:
 
 
 class Device:
-    """The device that steps are computed on: the CPU, whose copies end at once."""
+    """The device that computes steps. This base class is the CPU, where copies end at once."""
 
     is_host = True
     """True if pages are stepped in their host buffers."""
@@ -67,7 +67,7 @@ class Device:
         return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
-        """Copy to the beginning of ``memory``; computation issued afterwards sees the content."""
+        """Copy to the beginning of ``memory``. Computation issued later sees the content."""
         # Without waiting for the current stream, which may be stepping another page.
         return self.copy_up([host], [memory.tensor[: host.numel()]], memory)
 
@@ -103,20 +103,20 @@ class Device:
         Args:
             hosts: page-locked.
             targets: of the same shapes.
-            memory: holds all targets, whose last use alone the copy waits for. None: it waits for
-                all computation issued before.
+            memory: holds all targets. The copy waits only for the last use of this memory. None:
+                the copy waits for all computation issued before.
         """
         return self.copy_down(hosts, targets)
 
     def follow(self, copy: Copy) -> None:
-        """Let copies to the device that are issued afterwards begin when a copy has ended."""
+        """Make later copies to the device wait until this copy has ended."""
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
         """Start to copy a small tensor to the host; return the host tensor and the copy."""
         return tensor, Copy()
 
     def note_use(self, memory: DeviceBuffer) -> None:
-        """Keep the memory unchanged until everything that was issued so far has ended."""
+        """Keep the memory unchanged until all work issued so far has ended."""
 
 
 class CudaDevice(Device):
@@ -210,6 +210,6 @@ def open_device(device: torch.device) -> Device:
             f"torch {torch.__version__} finds no GPU to step on: see `tierstore doctor`, or leave "
             "step_on out"
         )
-    # With its index: other threads have other current devices.
+    # Resolve the index now: the current device differs between threads.
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaDevice(torch.device("cuda", index))

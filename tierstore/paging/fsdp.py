@@ -1,4 +1,4 @@
-"""Tensors of FSDP2 beside the parameters: gathered copies, and gradients that are not reduced."""
+"""Tensors that FSDP2 keeps beside parameters: gathered copies, and unreduced gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def reshard(parameters: Iterable[PagedParameter]) -> None:
-    """Have FSDP2 drop gathered copies of parameters, which it keeps after a forward alone.
+    """Have FSDP2 drop the gathered copies of parameters that it keeps after a forward pass.
 
     Parameters are about to be written, and the next forward would use stale values.
 
     Raises:
-        ValueError: FSDP2 keeps them, because a forward is in progress; the message names the
-            parameter.
+        ValueError: a forward pass is in progress, so FSDP2 keeps the copies; the message names
+            the parameter.
     """
     names: dict[int, str] = {}
     for module, group in _parameter_groups():
@@ -42,7 +42,7 @@ def reshard(parameters: Iterable[PagedParameter]) -> None:
 
 
 def unreduced_bytes(reduced: torch.Tensor) -> int:
-    """Return the bytes of gradients that FSDP2 keeps whole, as it does without gradient sync.
+    """Return the bytes of gradients that FSDP2 keeps unreduced because gradient sync is off.
 
     To be called when the first gradient of the last backward was reduced: then most of the other
     groups have gradients of the backwards before. Modules around the first one are left out. In any

@@ -15,14 +15,14 @@ States = Mapping[str, Mapping[str, torch.Tensor]]
 class GivenStates:
     """The state tensors that were given out since the states last changed.
 
-    Tensors that show the current state are kept here until then, so that a change of one that the
-    caller dropped is noticed, too. Tensors that are the caller's own are referred to weakly.
+    Tensors that show the current state are kept here until then. A change in place is therefore
+    found even if the caller dropped the tensor. Tensors of the caller are referred to weakly.
     """
 
     def __init__(self) -> None:
         self._shown: dict[str, dict[str, torch.Tensor]] = {}
-        # Of the shown tensors that are copies or mappings; a change of the others is a change of
-        # the state.
+        # Versions of shown copies and mappings. Other shown tensors are views: a change of a view
+        # is a change of the state.
         self._versions: dict[tuple[str, str], int] = {}
         self._owned: dict[tuple[str, str], tuple[weakref.ref[torch.Tensor], int]] = {}
         self.was_refused = False
@@ -46,7 +46,7 @@ class GivenStates:
         return self._shown.get(name)
 
     def give(self, values: States) -> None:
-        """Note tensors that are the caller's own, of the current states."""
+        """Note tensors of the caller that have the values of the current states."""
         for name, states in values.items():
             for state, tensor in states.items():
                 self._owned[name, state] = weakref.ref(tensor), version_of(tensor)
@@ -65,7 +65,7 @@ class GivenStates:
                 yield name, state, self._shown[name][state]
 
     def require_unchanged(self) -> None:
-        """Refuse changes that no page has.
+        """Refuse in-place changes that are in no page.
 
         Raises:
             ValueError: names the first state that was changed.
@@ -73,19 +73,19 @@ class GivenStates:
         for name, state, _ in self.changed():
             self.was_refused = True
             raise ValueError(
-                f"state {state!r} of parameter {name!r} was changed in place, and the page of the "
-                f"state was not: assign the tensor, optimizer.state[parameter][{state!r}] = "
-                "tensor, or pass it to write_states()"
+                f"state {state!r} of parameter {name!r} was changed in place, but its page was "
+                f"not: assign the tensor, optimizer.state[parameter][{state!r}] = tensor, or pass "
+                "it to write_states()"
             )
 
     def forget(self, names: Collection[str] | None = None) -> None:
-        """Note that the states of some parameters, or of all, change now."""
+        """Forget the tensors of some parameters, or of all, because the states change now."""
         self._owned.clear()
         for name in list(self._shown) if names is None else names:
             self._hide(name)
 
     def forget_changed(self, names: Collection[str]) -> None:
-        """Note that changes in place of the states of some parameters are not wanted."""
+        """Forget in-place changes to the states of some parameters."""
         for name in {name for name, _, _ in self.changed()}.intersection(names):
             self._hide(name)
 

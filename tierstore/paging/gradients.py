@@ -1,4 +1,4 @@
-"""The gradients of one step: which are there, fit, are finite, and are the same on replicas."""
+"""Checks of the gradients of one step: presence, shape and dtype, finiteness, equal replicas."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Gradients:
     """The gradients of one step."""
 
     present: frozenset[str]
-    """Names of the parameters of which any rank has a gradient."""
+    """Names of the parameters that have a gradient on any rank."""
     nonfinite: str
-    """With "skip" and a gradient that is not finite: the text of a warning; else ""."""
+    """Text of a warning if a gradient is not finite and nonfinite="skip"; else ""."""
     unread: NonFinite | None
-    """The gradients of this rank that are not finite, if nobody has waited for them yet."""
+    """This rank's check for gradients that are not finite, unless its result is known already."""
 
 
 def agree_on_gradients(
@@ -78,13 +78,13 @@ def agree_on_gradients(
         places: the devices of the step.
         nonfinite: as in Pages.sweep().
         missing: as in Pages.sweep().
-        waits: whether to wait until it is known which gradients are finite.
+        waits: whether to wait for the result of the check for finite gradients.
         compares: whether to compare the gradients of replicas.
 
     Raises:
-        ValueError: a parameter or gradient does not fit, the ranks have different
-            hyperparameters, replicas have different gradients, or with ``missing="raise"`` a rank
-            has none; the message names the first.
+        ValueError: a parameter or gradient does not fit; the ranks have different
+            hyperparameters; replicas have different gradients; with ``missing="raise"``, a rank
+            has no gradient. The message names the first.
         NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """
@@ -138,10 +138,10 @@ def agree_on_gradients(
 def _check_gradient(
     parameter: PagedParameter, spec: ParameterSpec, places: Places
 ) -> torch.Tensor | None:
-    """Return the gradient, after checking that it and its parameter fit the pages laid out.
+    """Return the gradient, after checking that the gradient and the parameter fit their page.
 
     Raises:
-        ValueError: they do not; the message names the parameter.
+        ValueError: one does not fit; the message names the parameter.
     """
     tensor, grad = parameter.tensor, parameter.grad
     if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
@@ -155,8 +155,8 @@ def _check_gradient(
         _check_given(grad, tensor, spec.name)
         if parameter.grad is not grad:
             raise ValueError(
-                f"the function that gives the gradient of {spec.name!r} gives another tensor each "
-                "time: a step calls it several times, so keep the tensor and return it"
+                f"the function that returns the gradient of {spec.name!r} returns another tensor "
+                "each time: a step calls it several times, so keep the tensor and return it"
             )
     if type(grad) is not torch.Tensor or is_dtensor(tensor):
         _check_placement(grad, tensor, spec.name, places)
@@ -170,25 +170,25 @@ def _check_gradient(
     held = places.dtype_of(spec.dtype)
     if torch.promote_types(grad.dtype, held) != held:
         raise ValueError(
-            f"the gradient of {spec.name!r} is {grad.dtype}, and the store brings gradients to "
-            f"where it steps in {held}: open it with gradient_dtype={grad.dtype}"
+            f"the gradient of {spec.name!r} is {grad.dtype}, but the store copies gradients for "
+            f"its step in {held}: open it with gradient_dtype={grad.dtype}"
         )
     return grad
 
 
 def _check_placement(grad: torch.Tensor, tensor: torch.Tensor, name: str, places: Places) -> None:
-    """Check a gradient that is not a plain tensor, or not of one."""
+    """Check a gradient if it, or its parameter, is not a plain tensor."""
     if not same_placement(grad, tensor):
         raise ValueError(
-            f"the gradient of {name!r} is {describe_placement(grad)}, the parameter "
+            f"the gradient of {name!r} is {describe_placement(grad)}, but the parameter "
             f"is {describe_placement(tensor)}: redistribute the gradient"
         )
     if is_dtensor(grad):
         own, expected = (local_tensor(of_ranks).shape for of_ranks in (grad, tensor))
         if not same_shape(own, expected):
             raise ValueError(
-                f"the local tensor of the gradient of {name!r} has shape {list(own)} on this "
-                f"rank, that of the parameter {list(expected)}: cut both alike"
+                f"on this rank, the local tensor of the gradient of {name!r} has shape {list(own)} "
+                f"and the local parameter {list(expected)}: shard both alike"
             )
     if isinstance(local_tensor(grad), HostGradient) and not places.has_slabs:
         raise ValueError(
@@ -198,7 +198,7 @@ def _check_placement(grad: torch.Tensor, tensor: torch.Tensor, name: str, places
 
 
 def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
-    """Check a gradient for what torch checks when it is assigned to ``.grad``."""
+    """Check a gradient as torch does when a tensor is assigned to ``.grad``."""
     if not isinstance(grad, torch.Tensor):
         raise ValueError(
             f"the gradient of {name!r} is of type {type(grad).__name__}, expected a tensor or None"
@@ -207,8 +207,8 @@ def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
     if not fits or grad.dtype not in _GRADIENT_DTYPES:
         raise ValueError(
             f"the gradient of {name!r} is {dtype_name(grad.dtype)} {list(grad.shape)} on "
-            f"{grad.device}, the parameter is {dtype_name(tensor.dtype)} {list(tensor.shape)} on "
-            f"{tensor.device}: give a tensor of its shape and device, in float64, float32, "
+            f"{grad.device}, but the parameter is {dtype_name(tensor.dtype)} {list(tensor.shape)} "
+            f"on {tensor.device}: pass a tensor of its shape and device, in float64, float32, "
             "bfloat16 or float16"
         )
 
@@ -216,18 +216,18 @@ def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
 def _require_everywhere(
     members: Sequence[PagedParameter], present: int, absent: Sequence[int]
 ) -> None:
-    """Refuse parameters of which some ranks have gradients and others have not, given their bits.
+    """Raise if a parameter has a gradient on some ranks only. Bit i stands for parameter i.
 
     Args:
-        members: all parameters; the lowest bit is that of the first.
-        present: of parameters of which any rank has a gradient.
-        absent: of each rank: parameters without a gradient.
+        members: all parameters.
+        present: bits of the parameters that have a gradient on any rank.
+        absent: for each rank, bits of the parameters without a gradient.
     """
     for rank, own in enumerate(absent):
         if names := named_by(members, present & own):
             raise ValueError(
-                f"rank {rank} has no gradient of {describe_names(names)}, and other ranks have. "
-                "Nothing was changed: find the branch of the model that this rank leaves out, or "
+                f"rank {rank} has no gradient of {describe_names(names)}, but other ranks have. "
+                "Nothing was changed: find the branch of the model that this rank skips, or "
                 "leave out missing='raise', and its gradient counts as zeros"
             )
 
@@ -235,7 +235,7 @@ def _require_everywhere(
 def _require_same_gradients(
     members: Sequence[PagedParameter], partition: Sequence[SharedSubgroup], samples: Sequence[bytes]
 ) -> None:
-    """Refuse replicas with different gradients, given gradient_samples() of every rank, or b"".
+    """Raise if replicas differ, given gradient_samples() of every rank; b"" is not compared.
 
     A rank without a gradient is not compared.
     """
@@ -260,8 +260,8 @@ def _require_same_gradients(
                 first, other = sorted((int(np.nanargmin(values)), int(np.nanargmax(values))))
                 raise ValueError(
                     f"ranks {replicas[first]} and {replicas[other]} hold the same elements of "
-                    f"parameter {members[indices[position]].name!r} with other gradients. Nothing "
-                    "was changed: reduce gradients over the ranks before step(), as "
+                    f"parameter {members[indices[position]].name!r} with different gradients. "
+                    "Nothing was changed: reduce gradients over the ranks before step(), as "
                     "DistributedDataParallel and torch.distributed.all_reduce() do"
                 )
 
@@ -269,7 +269,7 @@ def _require_same_gradients(
 class NonFinite:
     """The gradients of this rank with an element that is NaN or infinite.
 
-    They are looked for on the device of the gradients, which is not waited for.
+    The device of the gradients computes this. The constructor does not wait for the device.
 
     Args:
         parameters: all parameters, on one device.
@@ -286,13 +286,13 @@ class NonFinite:
     def bits(self) -> int:
         """Return a bit for each parameter: 1 if the gradient is not finite. Waits for the device.
 
-        The lowest bit is that of the first parameter.
+        The lowest bit stands for the first parameter.
         """
         self._copy.wait()
         return sum(1 << self._indices[i] for i in self._flags.nonzero().flatten().tolist())
 
     def require_none(self) -> None:
-        """Raise NonFiniteGradientError if there is one. Waits for the device."""
+        """Raise NonFiniteGradientError if a gradient is not finite. Waits for the device."""
         if bits := self.bits():
             raise NonFiniteGradientError(
                 f"{describe_nonfinite(named_by(self._parameters, bits))}. The step is not "
@@ -301,25 +301,25 @@ class NonFinite:
 
 
 def named_by(parameters: Sequence[PagedParameter], bits: int) -> list[str]:
-    """Return the names of the parameters whose bit is 1; the lowest bit is that of the first."""
+    """Return the names of the parameters whose bit is 1. The lowest bit is the first parameter."""
     flags = zip(parameters, reversed(f"{bits:b}"), strict=False)
     return [parameter.name for parameter, flag in flags if flag == "1"]
 
 
 def describe_nonfinite(names: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """Return parameters whose gradients are not finite, and their ranks, as text for messages."""
+    """Return text that names parameters whose gradients are not finite, and the ranks."""
     where = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
     return f"gradients with NaN or infinite elements: {describe_names(names)}{where}"
 
 
 def describe_names(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others, as text for messages."""
+    """Return text with the first names and the number of further names."""
     further = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
     return ", ".join(map(repr, names[:_NAMED_MAX])) + further
 
 
 def _gradients(parameters: Sequence[PagedParameter]) -> dict[int, torch.Tensor]:
-    """Return the local tensors of gradients, by index of the parameter, but not empty ones."""
+    """Return the local tensors of gradients that have elements, by index of the parameter."""
     return {
         index: local
         for index, parameter in enumerate(parameters)
@@ -328,16 +328,16 @@ def _gradients(parameters: Sequence[PagedParameter]) -> dict[int, torch.Tensor]:
 
 
 def _nonfinite(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether an element of each gradient is NaN or infinite: bool (gradients,)."""
+    """Return for each gradient whether an element is NaN or infinite: bool (gradients,)."""
     if not gradients:
         return torch.zeros(0, dtype=torch.bool)
-    # A norm with such an element is not finite. A CPU computes norm 2 many times as fast.
+    # Such an element makes the norm not finite. A CPU computes norm 2 many times faster than inf.
     left = any(isinstance(gradient, HostGradient) for gradient in gradients)
     order = math.inf if left or gradients[0].is_cuda else 2
     flags = ~torch.stack(torch._foreach_norm(gradients, order)).isfinite()
     if order == math.inf:  # The largest |element|, which is finite if all elements are.
         return flags
-    for index in flags.nonzero().flatten().tolist():  # Finite elements may overflow norm 2.
+    for index in flags.nonzero().flatten().tolist():  # Norm 2 of finite elements may overflow.
         flags[index] = not torch._foreach_norm([gradients[index]], math.inf)[0].isfinite()
     return flags
 
@@ -356,8 +356,8 @@ def _positions(numel: int) -> torch.Tensor:
 def gradient_samples(parameters: Sequence[PagedParameter]) -> bytes:
     """Return two numbers for a sample of each gradient: float32 (parameters, 2).
 
-    They are the sum of the elements with different weights, and the sum of their absolute values;
-    NaN without a gradient, and with one that left its device: its ranks have reduced it before.
+    The numbers are a weighted sum of the elements, and the sum of their absolute values. Both are
+    NaN without a gradient, and for a gradient that left its device: it was reduced before.
     """
     found = np.full((len(parameters), 2), np.nan, np.float32)
     samples = {

@@ -1,4 +1,4 @@
-"""Gradients leave the GPU during backward, each as soon as it is there."""
+"""Gradients that leave the GPU during backward, each as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tierstore.units import align_up, format_bytes
 
 _ALIGNMENT = 64
 LEAVING_BYTES_MAX = 1 << 28
-"""Most bytes of gradients on their way to the host while backward makes others; one may be more."""
-_ORDERS = (2.0, math.inf)  # Of norms: those of clipping, and the largest magnitude.
+"""Most bytes of gradients in flight to the host during backward. One gradient may be larger."""
+_ORDERS = (2.0, math.inf)  # Orders of norms: for clipping, and for the largest magnitude.
 
 _ops = torch.ops.aten
 
@@ -35,7 +35,7 @@ class LeftGradient:
     name: str
     """Name of the parameter."""
     host: torch.Tensor
-    """Page-locked, of the shape of the gradient; complete when ``copy`` has ended."""
+    """Page-locked tensor of the gradient's shape; complete when ``copy`` has ended."""
     add: Callable[[LeftGradient, torch.Tensor], None]
     """Adds a tensor on the device to the gradient."""
     copy: Copy = field(default_factory=Copy)
@@ -43,8 +43,8 @@ class LeftGradient:
     norms: Mapping[float, torch.Tensor] = field(default_factory=dict)
     """Order -> norm of the gradient: of shape (), on the device."""
     factor: torch.Tensor | None = None
-    """Of shape (), on the device: the step takes the product with it, rounded to the dtype of
-    ``host``."""
+    """Tensor of shape () on the device. The step multiplies the gradient by it and rounds to the
+    dtype of ``host``."""
 
     def refuse(self, what: str, advice: str = "") -> NoReturn:
         """Raise RuntimeError."""
@@ -58,11 +58,11 @@ class LeftGradient:
 class HostGradient(torch.Tensor):
     """A ``.grad`` that is in host memory.
 
-    It has shape, dtype and device of the gradient that it replaces, and no memory there. What
-    training loops do with gradients works, with the bits that it has on the device: a further
-    backward adds to it, norms of order 2 and infinity are known, and a product with a tensor of one
-    element is made by the step. So ``torch.nn.utils.clip_grad_norm_`` clips it. All else that
-    computes with it raises RuntimeError.
+    It has shape, dtype and device of the gradient that it replaces, and no memory there. The
+    operations of training loops give the same bits as on the device: a further backward adds to it,
+    norms of order 2 and infinity are known, and the step multiplies it by a tensor of one element.
+    ``torch.nn.utils.clip_grad_norm_`` therefore clips it. Any other computation with it raises
+    RuntimeError.
 
     Args:
         left: the gradient.
@@ -90,7 +90,7 @@ class HostGradient(torch.Tensor):
 
     @override
     def share_memory_(self) -> NoReturn:
-        """Refuse, as there is no memory."""
+        """Refuse: the tensor has no memory."""
         self.left.refuse("share_memory_()")
 
     @override
@@ -99,7 +99,7 @@ class HostGradient(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The gradient without its graph, which it does not have."""
+        """The gradient itself: it has no graph."""
         return self.detach()
 
     @data.setter
@@ -114,7 +114,7 @@ class HostGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what a training loop does with a gradient, or refuse."""
+        """Run an operation of training loops, or refuse any other."""
         further = [*args[2:], *(kwargs or {}).values()]
         has_more = not all(value is None or value is False or value == [] for value in further)
         first, other = args[0], cast("Any", args[1] if len(args) > 1 else None)
@@ -150,7 +150,7 @@ def _is_number(tensor: Any) -> bool:
 
 
 def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    for known in _gradients(gradients):  # Before any is scaled.
+    for known in _gradients(gradients):  # Check all before one is scaled.
         if known.left.factor is not None:
             known.left.refuse("a second product", "clip once for each step")
     for gradient in gradients:
@@ -174,7 +174,7 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _gradients(arguments: Sequence[Any]) -> Iterator[HostGradient]:
-    """Yield the HostGradients among arguments, and in lists of them."""
+    """Yield the HostGradients among arguments, and in lists among arguments."""
     for argument in arguments:
         if isinstance(argument, HostGradient):
             yield argument
@@ -185,14 +185,14 @@ def _gradients(arguments: Sequence[Any]) -> Iterator[HostGradient]:
 class HostGradients:
     """Host memory for the gradients of all parameters, and the hooks that fill it.
 
-    A hook copies a gradient to its place, and lets a HostGradient be the ``.grad``, or the local
-    tensor of a ``.grad`` that is a DTensor. The memory on the device is free for the rest of the
-    backward once the copy has ended.
+    A hook copies a gradient to its place in host memory. A HostGradient replaces the ``.grad``, or
+    the local tensor of a DTensor ``.grad``. When the copy has ended, the rest of the backward can
+    use the memory on the device.
 
     Args:
         device: the GPU of the gradients.
         parameters: the parameters of the pages of this rank.
-        dtype: of the places; None: the dtype of each parameter.
+        dtype: dtype in host memory; None: the dtype of each parameter.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class HostGradients:
     ) -> None:
         self._parameters = list(parameters)
         self._device = device
-        self._in_flight: deque[tuple[Copy, int]] = deque()  # With the bytes of each.
+        self._in_flight: deque[tuple[Copy, int]] = deque()  # Each copy with its bytes.
         self._bytes_in_flight = 0
         pool = BufferPool(1, gradients_bytes(parameters, dtype), page_locked=device.device)
         memory = pool.acquire().tensor
@@ -212,24 +212,24 @@ class HostGradients:
             memory = memory[align_up(nbytes, _ALIGNMENT) :]
         self._hooks: dict[str, Any] = {}
         self._add_hooks()
-        self._looks = True  # For gradients that FSDP2 keeps, in the first backward alone.
+        self._looks = True  # Look for gradients that FSDP2 keeps, in the first backward only.
 
     def are_of(self, parameters: Sequence[PagedParameter]) -> bool:
-        """Return whether these are the parameters."""
+        """Return whether this object was made for these parameters."""
         own = [id(parameter.tensor) for parameter in self._parameters]
         return own == [id(parameter.tensor) for parameter in parameters]
 
     def take_rest(self) -> None:
-        """Copy what no hook copied.
+        """Copy the gradients that no hook copied.
 
-        Those are gradients of the first step, and those that a program assigned to ``.grad``.
+        These are gradients of the first step, and gradients that a program assigned to ``.grad``.
         """
         self._add_hooks()
         for parameter in self._parameters:
             self._take(parameter)
 
     def close(self) -> None:
-        """Leave gradients where they are from now on; block until no copy is in flight."""
+        """Stop moving gradients; block until no copy is in flight."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -245,12 +245,12 @@ class HostGradients:
 
     @torch.no_grad()
     def _take(self, parameter: PagedParameter, tensor: torch.Tensor | None = None) -> None:
-        """Copy a gradient to the host, unless it is there."""
+        """Copy a gradient to the host, unless it is there already."""
         gradient = parameter.tensor.grad
         if gradient is None or gradient.layout != torch.strided:  # The step refuses it.
             return
         if tensor is not None and gradient.requires_grad:
-            return  # A program computes with the graph of it until the step.
+            return  # The gradient has a graph, which the program may use until the step.
         own, place = local_tensor(gradient), self._places[parameter.name]
         if isinstance(own, HostGradient) or own.shape != place.shape or not own.numel():
             return
@@ -258,8 +258,8 @@ class HostGradients:
             return
         if torch.promote_types(own.dtype, place.dtype) != place.dtype:
             raise ValueError(
-                f"the gradient of {parameter.name!r} is {own.dtype}, and its place in host memory "
-                f"{place.dtype}: open the store with gradient_dtype={own.dtype}"
+                f"the gradient of {parameter.name!r} is {own.dtype}, but its memory on the host "
+                f"is {place.dtype}: open the store with gradient_dtype={own.dtype}"
             )
         left = LeftGradient(parameter.name, place, self._add)
         self._leave(left, own)
@@ -272,22 +272,22 @@ class HostGradients:
             parameter.tensor.grad = stand_in
 
     def _warn_of_unreduced(self, reduced: torch.Tensor) -> None:
-        """Warn if FSDP2 keeps gradients that it has not reduced, unlike this one."""
+        """Warn if FSDP2 keeps unreduced gradients of other parameters."""
         if not self._looks:
             return
         self._looks = False
         if nbytes := unreduced_bytes(reduced):
             warnings.warn(
                 f"FSDP2 keeps {format_bytes(nbytes)} of gradients on the GPU until the last "
-                "backward of a step, since set_requires_gradient_sync(False) was called: "
-                "offload_gradients takes them after they are reduced. Leave out that call, and "
-                "they leave in each backward, which is then also reduced",
+                "backward of a step, because set_requires_gradient_sync(False) was called: "
+                "offload_gradients moves only reduced gradients. Without that call, each backward "
+                "is reduced, and its gradients leave the GPU",
                 stacklevel=3,
             )
 
     @torch.no_grad()
     def _add(self, left: LeftGradient, value: torch.Tensor) -> None:
-        """Add to a gradient on the device, where sum and norm have the bits of a sum that stays."""
+        """Add to a gradient on the device, so that sum and norm have the bits of torch's sum."""
         if left.factor is not None:
             left.refuse("a further backward", "it was clipped: call zero_grad() before backward()")
         self._wait_until(max(0, LEAVING_BYTES_MAX - left.host.nbytes))
@@ -306,7 +306,7 @@ class HostGradients:
         self._wait_until(LEAVING_BYTES_MAX)
 
     def _wait_until(self, bytes_max: int) -> None:
-        """Block until copies of at most so many bytes are in flight; forget those that ended."""
+        """Block until at most ``bytes_max`` are in flight; forget copies that have ended."""
         while self._in_flight:
             copy, nbytes = self._in_flight[0]
             if self._bytes_in_flight > bytes_max:
@@ -318,7 +318,7 @@ class HostGradients:
 
 
 def left_gradient(parameter: PagedParameter) -> LeftGradient | None:
-    """Return the gradient of a parameter if it left its device."""
+    """Return the gradient of a parameter if it left its device, else None."""
     gradient = parameter.tensor.grad if parameter.gradient is None else None
     if gradient is None or type(gradient) is torch.Tensor:
         return None
@@ -340,17 +340,17 @@ def require_offloadable(parameter: PagedParameter, world_size: int) -> None:
     """Refuse a parameter whose gradient cannot leave during backward.
 
     Raises:
-        ValueError: it comes from elsewhere than ``.grad``, or ranks reduce it after backward.
+        ValueError: the gradient does not come from ``.grad``, or ranks reduce it after backward.
     """
     if parameter.gradient is not None:
         raise ValueError(
-            f"offload_gradients is about `.grad`, and {parameter.name!r} has its gradient "
-            "elsewhere: leave it out"
+            f"offload_gradients moves `.grad`, but the gradient of {parameter.name!r} comes from "
+            "elsewhere: leave offload_gradients out"
         )
     if world_size > 1 and not is_dtensor(parameter.tensor):
         raise ValueError(
             f"parameter {parameter.name!r} is a {dtype_name(parameter.tensor.dtype)} tensor that "
-            f"{world_size} ranks hold whole, so that DDP or the program reduces its gradient after "
-            "offload_gradients='backward' would take it: shard the model with FSDP2's "
-            "fully_shard(), which reduces before, or leave offload_gradients out"
+            f"{world_size} ranks hold whole. DDP or the program reduces its gradient after "
+            "offload_gradients='backward' would move it: shard the model with FSDP2's "
+            "fully_shard(), which reduces it before, or leave offload_gradients out"
         )

@@ -31,7 +31,7 @@ from tierstore.units import Extent
 
 
 def checksum_threads(cores: int) -> int:
-    """Return the threads for each direction; one computes checksums of about 10 GB/s."""
+    """Return the threads for each direction. One thread computes checksums at about 10 GB/s."""
     return min(4, max(1, cores // 4))
 
 
@@ -40,20 +40,20 @@ _Started = tuple[PageEntry, list[Transfer]]
 
 
 class Content(enum.Enum):
-    """The place of a page's newest content."""
+    """Where the newest content of a page is."""
 
     FRESH = enum.auto()
-    """Nowhere: zeros and the parameters, made when the page is first read."""
+    """Nowhere yet. The first read makes it, from zeros and the parameters."""
     STORED = enum.auto()
     """In the page's file only."""
     LOADED = enum.auto()
     """In the page's file and in memory that the page keeps."""
     CHANGED = enum.auto()
-    """In memory that the page keeps; the file is absent or older."""
+    """In memory that the page keeps. The file is absent or older."""
 
 
 class Motion(enum.Enum):
-    """The use of a page at this moment.
+    """The current use of a page.
 
     A page goes AT_REST -> READING -> HELD -> AT_REST, or HELD -> WRITING -> AT_REST. A page that
     is CHANGED and AT_REST is also written by a commit and by a move to another tier.
@@ -67,7 +67,7 @@ class Motion(enum.Enum):
 
 
 class Needed(enum.Enum):
-    """The sections that the reader of a stream needs of its pages."""
+    """The sections of each page that the reader of a stream needs."""
 
     STEP = enum.auto()
     """All but the masters that are parameters themselves."""
@@ -90,16 +90,16 @@ class Page:
     parameters: Mapping[str, PagedParameter]
     """The parameters of the subgroup, by name."""
     source: Source
-    """Finds the parameters and their gradients."""
+    """Returns the parameters and their gradients."""
     tier: Tier = Tier.NVME
     content: Content = Content.FRESH
     motion: Motion = Motion.AT_REST
     entry: PageEntry | None = None
     """The content of the page's file; None if nothing was written."""
     buffer: Buffer | None = None
-    """Host memory: kept in tier HOST, else from the pool and only while the page moves."""
+    """Host memory, kept in tier HOST; else a pool buffer, present only while the page moves."""
     device_buffer: DeviceBuffer | None = None
-    """Device memory: kept in tier DEVICE, else only while the page is stepped on the device."""
+    """Device memory, kept in tier DEVICE; else present only while the device steps the page."""
     copy: Copy | None = None
     """The copy in flight between ``buffer`` and the device."""
     sections: list[Section] = field(default_factory=list)
@@ -107,22 +107,22 @@ class Page:
     arrival: Result[None] | None = None
     """The reading and checking of ``sections``, until the page has arrived."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Parameters with encoded masters -> version when the page last had their values."""
+    """Parameter with an encoded master -> its version when the page last had its value."""
     written: frozenset[str] = frozenset()
-    """Parameters of ``versions`` that a program has written to since. A step then reads the values
-    that the page has of them, too."""
+    """Parameters of ``versions`` that a program has written to since. A step then also reads their
+    values in the page."""
     lacks_parameters: bool = False
-    """True if the file lacks the values of parameters, which no step reads. No commit has it so."""
+    """True if the file lacks the values of parameters. Steps do not read them; commits add them."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> this rank's tensor of each parameter as the step left it, if the file lacks values: a
-    program may convert parameters before the commit."""
+    """Name -> this rank's tensor of each parameter as the step left it, if the file lacks its
+    values. A program may convert the parameter before the commit."""
     takes_parameters: bool = False
-    """True if a commit takes parameters as they are, and not as a step left them: after states were
-    loaded, since the program may load the parameters after them."""
+    """True if a commit takes the parameters as they are, not as a step left them. Set when states
+    are loaded, because the program may load the parameters later."""
     _noted: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Parameter -> version and address when the page, or ``left``, had its values."""
+    """Parameter -> version and address when the page, or ``left``, had its value."""
     _samples: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Two elements of some parameters then: writes through ``.data`` count in no version."""
+    """Two elements of some parameters at that time: writes through ``.data`` change no version."""
 
     @property
     def is_empty(self) -> bool:
@@ -148,19 +148,19 @@ class Page:
 
         Args:
             source: finds parameters and gradients; None: the tensors themselves.
-            present: names of the parameters of which any rank has a gradient; none outside of a
+            present: names of the parameters that have a gradient on any rank; empty outside of a
                 step.
         """
         records = _views(self.layout, self.device_buffer or self.buffer)
         return PageView(self.layout, self.parameters, records, source or self.source, present)
 
     def view_of_buffer(self, source: Source) -> PageView:
-        """Return the tensors over ``buffer``, wherever the page is stepped."""
+        """Return the tensors over ``buffer``, also if the device steps the page."""
         return PageView(self.layout, self.parameters, _views(self.layout, self.buffer), source)
 
     @property
     def left_source(self) -> Source:
-        """Finds the parameters as the last step left them, while the file lacks their values."""
+        """The parameters as the last step left them, while the file lacks their values."""
         return LeftSource(self.source.local_chunks, self.left)
 
     @property
@@ -189,7 +189,7 @@ class Page:
     def was_edited(self) -> bool:
         """True if a program has changed a parameter since the page had its values.
 
-        Samples on another device are not compared, which would wait for the device.
+        Samples on a device are not compared, because this would wait for the device.
         """
         if not self._noted:
             return False
@@ -201,9 +201,9 @@ class Page:
 
     @property
     def left_was_changed(self) -> str | None:
-        """Name of a parameter in ``left`` that is not as the step left it any more.
+        """Name of a parameter in ``left`` that has changed since the step, or None.
 
-        Memory that was freed is no change: the commit refuses it.
+        Freed memory does not count as a change: the commit refuses it.
         """
         if self.takes_parameters:
             return None
@@ -253,7 +253,7 @@ def _samples_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _changed(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:
-    """Return a name whose samples differ by their bits: NaN is what it was."""
+    """Return a name whose samples differ in a bit, or None. Equal NaN bits are equal."""
     for name in one.keys() & other.keys():
         before, now = one[name], other[name]
         same = before.dtype == now.dtype and before.device == now.device
@@ -265,15 +265,15 @@ def _changed(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor])
 class PageFiles:
     """The page files of one rank. Moves bytes, and changes no page.
 
-    Threads of its own check what was read, and compute the checksums of what is to be written: the
-    thread that trains touches no byte of a page but to step it.
+    Its threads check pages that were read, and compute the checksums of pages to be written. The
+    training thread touches the bytes of a page only to step it.
 
     Args:
         storage: the files.
         run_id: bound into checksums.
 
-    A store without a directory has an empty MemoryStorage here: its pages stay in memory, and none
-    is ever written.
+    A store without a directory has an empty MemoryStorage here: its pages stay in memory and are
+    never written.
     """
 
     def __init__(self, storage: Storage, *, run_id: str) -> None:
@@ -284,11 +284,11 @@ class PageFiles:
         self.bytes_written = 0
 
     def register(self, memory: memoryview) -> None:
-        """Register the memory of all page buffers; empty memory ends that."""
+        """Register the memory of all page buffers. Empty memory ends the registration."""
         self._storage.register(memory)
 
     def start_threads(self) -> None:
-        """Start the threads, so that a system without room for them refuses the store."""
+        """Start the threads now, so that opening the store fails if the system starts none."""
         _ = self._in, self._out
 
     def read(self, page: Page) -> Result[None] | None:
@@ -309,13 +309,13 @@ class PageFiles:
         return self._in.submit(self._finish_read, page, transfers)
 
     def _finish_read(self, page: Page, transfers: Sequence[Transfer]) -> None:
-        """Wait for the sections of a page, check them, and frame the others; on a thread."""
+        """Wait for the sections of a page, check them, and frame the others. Runs on a thread."""
         for transfer in transfers:
             transfer.wait()
         assert page.buffer is not None
         self._check(page, page.buffer.memory, page.sections)
         absent = [section for section in page.layout.sections if section not in page.sections]
-        # They still hold the records of another page.
+        # The absent sections still hold the records of another page.
         page.layout.stamp(page.buffer.tensor, absent)
 
     def initialize(self, page: Page) -> None:
@@ -327,9 +327,9 @@ class PageFiles:
         page.layout.stamp(page.buffer.tensor, page.layout.sections)
 
     def write(self, page: Page, step: int, slot: str) -> PageWrite:
-        """Start to write a page's buffer, after the copy from the device if one is in flight.
+        """Start to write a page's buffer, after a copy from the device that is in flight.
 
-        Of a page that lacks the values of parameters, the other sections.
+        If the page lacks the values of parameters, only the other sections are written.
         """
         unknown = (0,) * len(page.layout.blocks)
         entry = PageEntry(slot=slot, step=step, checksums=unknown)
@@ -340,15 +340,15 @@ class PageFiles:
 
         Args:
             page: the page.
-            before: the write of its other sections, if that is in flight.
+            before: the write of its other sections, if it is in flight.
 
         Returns:
             Both writes.
         """
         assert page.buffer is not None
-        if page.copy is not None:  # Of the whole page.
+        if page.copy is not None:  # The copy covers the whole page.
             page.copy.wait()
-        # Other bytes of the buffer than those that may be written from it now.
+        # A write of other sections may be in flight. These bytes of the buffer are not part of it.
         page.view_of_buffer(page.left_source).read_parameters()
         page.layout.stamp(page.buffer.tensor, page.layout.write_only)
         if before is None:
@@ -362,7 +362,7 @@ class PageFiles:
         return PageWrite(self._out.submit(self._start_write, page, entry, sections))
 
     def _start_added(self, page: Page, before: PageWrite) -> _Started:
-        """Start to write values of parameters behind the other sections; on a thread."""
+        """Start to write values of parameters after the other sections. Runs on a thread."""
         entry, others = before.started()
         entry, transfers = self._start_write(page, entry, page.layout.write_only)
         return entry, [*others, *transfers]
@@ -391,8 +391,7 @@ class PageFiles:
 
     def drain(self) -> None:
         """Block until nothing is in flight. Ignores errors."""
-        # A call waits for transfers that were begun, or begins one. It may be one whose result an
-        # interrupt has lost.
+        # Each call waits for transfers or begins some. An interrupt may have lost a call's result.
         self._end_threads()
         self._storage.drain()
 
@@ -403,12 +402,12 @@ class PageFiles:
         self._writes.close()
 
     def _end_threads(self) -> None:
-        """Make all calls that the threads were given, and end them. The next call starts others."""
+        """End the threads after all their calls. The next call starts new threads."""
         for name in {"_in", "_out"} & vars(self).keys():
             getattr(self, name).close()
             del vars(self)[name]  # After an interrupt above, the next drain() waits for the rest.
 
-    # Threads of a direction may wait for transfers and copies, and not for the other direction.
+    # Threads of one direction may wait for transfers and copies, never for the other direction.
 
     @cached_property
     def _in(self) -> Threads:
@@ -419,12 +418,12 @@ class PageFiles:
         return Threads(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-out")
 
     def _start_write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> _Started:
-        """Start a write once the copy from the device has ended; on a thread.
+        """Start a write once the copy from the device has ended. Runs on a thread.
 
         Args:
             page: the page.
-            entry: what the file will hold; checksums of these sections are to be computed.
-            sections: what is written.
+            entry: the content of the file after the write, without checksums of these sections.
+            sections: the sections to write.
         """
         assert page.buffer is not None
         if page.copy is not None:
@@ -473,14 +472,14 @@ class PageWrite:
     """A page write in flight.
 
     Args:
-        start: yields the entry that is written and the transfers, once they have started.
+        start: gives the entry that is written and the transfers, once they have started.
     """
 
     def __init__(self, start: Result[_Started]) -> None:
         self._start = start
 
     def started(self) -> _Started:
-        """Return what is written and how, once that has started. Raises what prevents it."""
+        """Wait until the write has started; return its entry and transfers. Raises its error."""
         return self._start.result()
 
     def wait(self) -> None:
@@ -498,12 +497,12 @@ class PageWrite:
 
 
 def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence[RecordViews]:
-    """Return the records of a page as tensors over memory, which keeps them for the next step."""
+    """Return the records of a page as tensors. ``memory`` keeps them for the next step."""
     if memory is None:
         assert not layout.nbytes
         return ()
     if memory.viewed is None or memory.viewed[0] is not layout:
-        with torch.inference_mode(False):  # A later step may change them outside of it.
+        with torch.inference_mode(False):  # A step outside of inference mode may change them.
             memory.viewed = layout, layout.views(memory.tensor)
     return memory.viewed[1]
 
@@ -513,7 +512,7 @@ def _nbytes(sections: Sequence[Section]) -> int:
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:
-    """Return the ranges of some sections, neighbours joined into one."""
+    """Return the ranges of some sections, with adjacent ranges joined."""
     extents: list[Extent] = []
     for section in sections:
         last = extents[-1] if extents else None

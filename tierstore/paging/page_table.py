@@ -59,7 +59,7 @@ class PageTable:
         committer: counts the steps, and allocates the page files.
         usability: the condition of the store.
         budget: the memory that pages may use.
-        page_bytes: about how large a page is.
+        page_bytes: approximate size of a page.
         step_on: where pages are stepped; None: where the parameters are.
         offloads: whether gradients leave the GPU of the parameters during backward.
         gradient_dtype: dtype of gradients in memory of the store; None: of each parameter.
@@ -84,11 +84,11 @@ class PageTable:
         self.all_pages: list[Page] = []
         """This rank's page of every subgroup, in order; some may be empty."""
         self.swept: list[Page] = []
-        """The same in the order of a sweep."""
+        """The same pages in the order of a sweep."""
         self.layout_groups: list[list[ParameterSpec]] = []
-        """Specs of the parameters of each group when it was attached."""
+        """For each group, the specs of its parameters when the group was attached."""
         self.group_count_min = 0
-        """Number of groups that a commit must have to be restored: those of a resumed run."""
+        """Number of groups of the resumed run. A commit with fewer groups cannot be restored."""
         self.ranks = ranks
         self.pager = pager
         self.committer = committer
@@ -104,11 +104,11 @@ class PageTable:
         self._step_on = step_on
         self._offloads = offloads
         self._gradient_dtype = gradient_dtype
-        # Most pages that may be stepped at once: with any number of buffers, and with those here.
+        # Most pages that may be stepped at once: with any number of buffers, and with this pool.
         self._window = self.window_max = pages_at_once(ranks.world_size)
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
-        self._values_may_differ = False  # Whether replicas may hold other values than the owner.
+        self._values_may_differ = False  # Whether the values of replicas may differ from the owner.
 
     @property
     def pages(self) -> list[Page]:
@@ -188,11 +188,11 @@ class PageTable:
         self._agree_on_window()
 
     def allocate_files(self, pages: Sequence[Page]) -> None:
-        """Allocate the files that steps write, so that a full disk is found before a step."""
+        """Allocate the files that steps write. A full disk then fails before a step."""
         self.committer.allocate({page.index: page.layout for page in pages})
 
     def require_same_values(self) -> None:
-        """Refuse replicas of other values than the owner's, once after attach()."""
+        """Raise if values of replicas differ from the owner. Checks once after attach()."""
         if self._values_may_differ:
             require_same_values(self.ranks, self.groups, self.partition)
             self._values_may_differ = False
@@ -214,10 +214,10 @@ class PageTable:
         self._values_may_differ = False
 
     def move(self, tier: Tier) -> None:
-        """Move all pages to one tier, to stay there. All ranks call this.
+        """Move all pages to one tier and keep them there. All ranks call this.
 
         Raises:
-            BudgetError: a rank has no room; nothing was changed.
+            BudgetError: the pages of a rank do not fit. Nothing was changed.
             StorageError, CorruptionError: a page could not be read or written.
         """
         placement = together(
@@ -228,17 +228,17 @@ class PageTable:
         self._agree_on_window()
 
     def ensure_placed(self) -> None:
-        """Place the pages again if that was interrupted before."""
+        """Place the pages again if an earlier placement was interrupted."""
         if not self._is_placed:
             self._place(self.pages, self._plan(self.all_pages, self.places, self._tier))
 
     def offload_gradients(self) -> None:
-        """Bring gradients to the host that leave the device during backward and are still there."""
+        """Move to the host the gradients that should have left the device during backward."""
         if self._host_gradients is not None:
             self._host_gradients.take_rest()
 
     def close(self) -> None:
-        """Free all memory once nothing uses it."""
+        """Free all memory, after waiting until nothing uses it."""
         try:
             self.sources.close()
             if self._host_gradients is not None:
@@ -252,7 +252,7 @@ class PageTable:
     ) -> list[Page]:
         """Cut groups into subgroups; return this rank's pages of them, with memory and files."""
         rank, world_size = self.ranks.rank, self.ranks.world_size
-        # Without files, one tensor can then show a whole state.
+        # Without files and with one rank, pages are not cut: a tensor can then show a whole state.
         may_cut = self.usability.has_directory or world_size > 1
         loads = owned_costs(self.partition, world_size)
         members = {parameter.name: parameter for group in groups for parameter in group.parameters}
@@ -268,7 +268,7 @@ class PageTable:
                 page = Page(len(pages), lay_out(subgroup.of(rank)), subgroup, own, source)
                 new_pages.append(page)
                 if page.is_empty:
-                    page.content = Content.LOADED  # Nothing is to be made or read.
+                    page.content = Content.LOADED  # There is nothing to make or read.
                 else:
                     pages.append(page)
         device = device_of([*self.groups, *groups])
@@ -291,7 +291,7 @@ class PageTable:
         """Return the devices of parameters and steps.
 
         Raises:
-            ValueError: they are two GPUs.
+            ValueError: the devices are two different GPUs.
         """
         step_on = self._step_on or parameters
         types = {step_on.type, parameters.type}
@@ -309,12 +309,12 @@ class PageTable:
         )
 
     def _agree_on_window(self) -> None:
-        """Let all ranks step as many pages at once as the rank with the fewest buffers can."""
+        """Set the window of all ranks to the window of the rank with the fewest buffers."""
         limits = self.ranks.gather(self.pager.held_max)
         self.window_max = min([self._window, *(limit for limit in limits if limit is not None)])
 
     def _plan(self, all_pages: Sequence[Page], places: Places, tier: Tier | None) -> Placement:
-        """Return the tier of each page that is not empty: as the budget allows, or one for all.
+        """Return the tier of each page that is not empty: one tier for all, or by the budget.
 
         Args:
             all_pages: all pages, in order; some may be empty.
@@ -326,7 +326,7 @@ class PageTable:
         """
         pages = [page for page in all_pages if not page.is_empty]
         sizes = [page.layout.nbytes for page in pages]
-        if not self.usability.has_directory:  # Without files there is no budget to keep to.
+        if not self.usability.has_directory:  # Without files, no budget applies.
             default = Tier.HOST if places.step.is_host else Tier.DEVICE
             tiers = (tier or default,) * len(pages)
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
@@ -381,7 +381,7 @@ class PageTable:
             if self._host_gradients.are_of(parameters):
                 return
             self._host_gradients.close()
-            self._host_gradients = None  # Frees its memory before there is more.
+            self._host_gradients = None  # Free its memory before new memory is allocated.
         if parameters:
             self._host_gradients = HostGradients(
                 self.places.parameters, parameters, self._gradient_dtype
@@ -401,8 +401,8 @@ class PageTable:
 
         Raises:
             BudgetError: the machine has not enough memory. If steps were done, the store has
-                failed, and ensure_placed() tries again after restore(). Else the table is
-                unchanged; pages without files keep their content in the memory that they have.
+                failed, and ensure_placed() retries after restore(). Otherwise the table is
+                unchanged, and pages without files keep their memory and content.
         """
         self._is_placed = False
         places = self.places
@@ -423,7 +423,7 @@ class PageTable:
                 window=self._window,
             )
         except BaseException as error:
-            # The traceback would keep memory allocated that a retry needs.
+            # The traceback would keep memory that a retry needs.
             traceback.clear_frames(error.__traceback__)
             self.pager.free(pages[len(self.pages) :])
             if not self.pages:
@@ -436,7 +436,7 @@ class PageTable:
 
 
 def _swept(all_pages: Sequence[Page]) -> list[Page]:
-    """Return pages in the order of a sweep; empty ones count, so that ranks agree on it."""
+    """Return pages in the order of a sweep. Empty pages count, so all ranks get one order."""
     order = sweep_order([page.shared.elementwise for page in all_pages])
     return [all_pages[number] for number in order]
 
@@ -448,17 +448,17 @@ def _check_groups(
     first_group: int,
     are_encoded: bool,
 ) -> dict[str, ParameterSpec]:
-    """Return the specs of groups by parameter name, after checking that a store can keep them.
+    """Check that a store can keep these groups; return parameter name -> spec.
 
     Args:
         groups: the groups to attach.
-        known: names of the parameters that are attached already.
+        known: names of the parameters that were attached before.
         first_group: number of the first of these groups.
         are_encoded: whether hyperparameters are committed, or compared between ranks.
 
     Raises:
-        ValueError, TypeError: two parameters have one name, or no commit can hold a
-            hyperparameter.
+        ValueError, TypeError: two parameters have one name, or a hyperparameter is of a type
+            that a commit cannot hold.
     """
     specs: dict[str, ParameterSpec] = {}
     for spec in (parameter.spec for group in groups for parameter in group.parameters):
@@ -467,7 +467,7 @@ def _check_groups(
         specs[spec.name] = spec
     if are_encoded:
         for index, group in enumerate(groups, start=first_group):
-            encode_hyperparameters(index, group)  # Raises now instead of in a later commit.
+            encode_hyperparameters(index, group)  # An error is raised now, not by a later commit.
     return specs
 
 
@@ -475,7 +475,7 @@ def device_of(groups: Sequence[PagedGroup]) -> torch.device:
     """Return the device that all parameters are on.
 
     Raises:
-        ValueError: they are on several devices.
+        ValueError: the parameters are on several devices.
     """
     members = [parameter for group in groups for parameter in group.parameters]
     devices = {parameter.tensor.device: parameter.name for parameter in members}

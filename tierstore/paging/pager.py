@@ -31,30 +31,30 @@ class Pager:
 
     Args:
         files: the page files.
-        committer: says which slot of a page may be written, and in which step.
+        committer: decides which slot of a page may be written, and in which step.
     """
 
     def __init__(self, files: PageFiles, committer: Progress) -> None:
         self.files = files
         self._committer = committer
-        # decisions: A page has a content and a motion. Both are changed here and nowhere else.
+        # decisions: A page has a content and a motion. Only the pager changes them.
         self._pool = BufferPool(0, 0)
-        self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
-        self._device: Device = Device()  # Pages are stepped there.
+        self._reserved = 0  # Buffers that reading ahead leaves for pages of the device.
+        self._device: Device = Device()  # Steps pages.
         self._staging: deque[DeviceBuffer] = deque()  # For pages that do not rest on the device.
         self.staging_bytes = 0
-        """Bytes of these buffers on the device."""
-        self._early: list[Page] = []  # Read ahead of a sweep that has not begun.
+        """Bytes of the staging buffers on the device."""
+        self._early: list[Page] = []  # Pages read by prefetch() for a sweep that has not begun.
         self._writing: dict[Page, PageWrite] = {}  # Oldest first.
         self.stall_seconds = 0.0
         self.host_bytes_peak = 0
         self.device_bytes_peak = 0
         self.lost_write = False
-        """True if a write failed. Its page may be in no file and in no buffer."""
+        """True if a write failed. The content of its page may be lost."""
 
     # -- Moving between tiers.
     #
-    # A move has two phases, so that no tier ever holds more than before or after the move:
+    # A move has two phases, so that a tier never holds more than before or after the move:
     #
     #   from     to       make_way()                         place()
     #   host     nvme     write if changed, free memory      -
@@ -64,12 +64,12 @@ class Pager:
     #   nvme     host     -                                  allocate; read when needed next
     #   nvme     device   -                                  allocate; read when needed next
     #
-    # (*) If other pages leave the device in the same move, neither tier has room for the pages
-    #     of the other. The pages in host memory then go through their files: host -> nvme in
-    #     make_way(), nvme -> device in place().
+    # (*) If other pages leave the device in the same move, neither tier has room for more pages.
+    #     The pages in host memory then go through their files: host -> nvme in make_way(),
+    #     nvme -> device in place().
 
     def make_way(self, pages: Sequence[Page], placement: Placement, device: Device) -> None:
-        """Free all memory that a placement does not use, so that place() finds room.
+        """Free all memory that a placement does not use. place() then finds room.
 
         Args:
             pages: all pages, in the order of the placement.
@@ -117,8 +117,8 @@ class Pager:
             pages: all pages, in the order of the placement.
             placement: the tier of each page.
             device: where pages are stepped.
-            host_bytes: host memory that is not used for pages, to be counted with theirs.
-            device_bytes: likewise, of the device.
+            host_bytes: host memory for gradients and parameters, counted in the peak.
+            device_bytes: device memory for gradients and parameters, counted in the peak.
             window: most pages that are held at once.
         """
         if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
@@ -154,11 +154,11 @@ class Pager:
         """Most pages that may be held at once; None for any number."""
         if not self._pool.count:
             return None
-        # The next page needs a buffer, and so may a page that is written from the device.
+        # The next page needs one buffer; a page that is written from the device may need another.
         return max(1, self._pool.count - 1 - self._reserved)
 
     def _provide_staging(self, device: Device, count: int, nbytes: int) -> None:
-        """Allocate buffers on the device that pages are stepped on from now on."""
+        """Set the device that steps pages, and allocate staging buffers there."""
         self._device = device
         self._staging.clear()
         self.staging_bytes = count * nbytes
@@ -166,7 +166,7 @@ class Pager:
             self._staging.append(device.allocate(nbytes))
 
     def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
-        """Give a page memory of a tier, with the content of the memory that it had."""
+        """Give a page memory of a tier, and copy its content from its old memory."""
         nbytes = page.layout.nbytes
         if page.copy is not None:
             page.copy.wait()
@@ -186,11 +186,11 @@ class Pager:
     # -- The stream.
 
     def prefetch(self, pages: Iterable[Page]) -> None:
-        """Start to read what a step needs of these pages, as far as buffers are free.
+        """Start to read the sections of these pages that a step needs, while buffers are free.
 
-        A stream over the same pages then begins with these reads. It raises what fails here: a lost
-        write stays among the writes, and a read that could not begin is begun again. Blocks only
-        after such a failure.
+        A stream over the same pages then begins with these reads. The stream also raises the errors
+        of this call: a lost write stays among the writes, and a read that did not start is started
+        again. This call blocks only after such a failure.
         """
         try:
             self._reclaim()
@@ -207,7 +207,7 @@ class Pager:
             self.drop_early()
 
     def drop_early(self) -> None:
-        """Take back the buffers of pages that prefetch() read."""
+        """Take back the buffers of pages that prefetch() has read."""
         early, self._early = self._early, []
         self._drop(early)
 
@@ -243,8 +243,8 @@ class Pager:
                 self._read_ahead(waiting, ahead, needed)
                 if (arrival := ahead[0].arrival) is not None:
                     self._wait(arrival.is_set, arrival.result)
-                # Writes that ended meanwhile have freed buffers: the disk should not wait while
-                # this thread steps the page.
+                # Writes have ended meanwhile and freed buffers. Start reads now, because the disk
+                # would be idle while this thread steps the page.
                 self._read_ahead(waiting, ahead, needed)
                 self._arrive(ahead[0])
                 held.append(ahead[0])
@@ -257,16 +257,16 @@ class Pager:
             self._early.clear()
 
     def leaves_out_parameters(self, page: Page) -> bool:
-        """Return whether the last step leaves the values of a page's parameters to its commit.
+        """Return whether the last step leaves the parameter values of a page to its commit.
 
-        A step that is due does not: its commit has what the step left.
+        A step whose commit is due writes them itself.
         """
         committer = self._committer
         adds = committer.adds_parameters and not committer.is_due
         return adds and page.layout.may_lack_parameters
 
     def may_leave_out_parameters(self, page: Page) -> bool:
-        """Return whether a commit can add the values of a page's parameters to its file."""
+        """Return whether a commit can add the parameter values of a page to its file."""
         return self._committer.makes_commits and page.layout.may_lack_parameters
 
     def swap_out(self, page: Page, *, lacks_parameters: bool | None = None) -> None:
@@ -276,7 +276,7 @@ class Pager:
 
         Args:
             page: the page.
-            lacks_parameters: leave the values of its parameters to the commit; None: as steps do.
+            lacks_parameters: whether to leave parameter values to the commit; None: as a step.
         """
         if lacks_parameters is None:
             lacks_parameters = self.leaves_out_parameters(page)
@@ -289,12 +289,12 @@ class Pager:
             self._keep(page)
 
     def release(self, page: Page) -> None:
-        """Give back a held page that was not changed, or whose change is to be forgotten."""
+        """Give back a held page that was not changed, or discard its change."""
         self._drop_from_device(page)
         self._rest(page)
 
     def load(self, pages: Iterable[Page]) -> None:
-        """Read the pages that stay in memory and are not there yet."""
+        """Read the pages that stay in memory, unless they are in memory already."""
         absent = [p for p in pages if p.content is Content.STORED and p.tier is not Tier.NVME]
         with contextlib.closing(self.stream(absent, Needed.NOTHING)) as stream:
             for page in stream:
@@ -303,14 +303,14 @@ class Pager:
     # -- Writes behind.
 
     def write_changed(self, pages: Iterable[Page]) -> list[Transfer]:
-        """Start to write all that is newer than the files of pages, for a commit.
+        """Start to write all pages that are newer than their files, for a commit.
 
         Returns:
             The writes in flight, earlier ones included. The entries of their pages are set.
         """
         pages = list(pages)
         if any(page.lacks_parameters for page in pages):
-            self.drop_early()  # Their buffers are needed, and some may be of these pages.
+            self.drop_early()  # The writes need the buffers, and some early pages may be written.
         for page in pages:
             if page.content is Content.CHANGED:
                 self._write(page)
@@ -321,18 +321,18 @@ class Pager:
         return list(self._writing.values())
 
     def finish_writes(self) -> None:
-        """Wait for all writes. Raises StorageError for the first that failed."""
+        """Wait for all writes. Raises StorageError for the first failed write."""
         while self._writing:
             self._finish_write()
 
     def reset(self, pages: Sequence[Page], entries: Mapping[int, PageEntry]) -> None:
         """Go back to the content of the page files, from any state of the pages.
 
-        Waits for all transfers and takes all buffers back. Pages without an entry begin anew.
+        Waits for all transfers and takes all buffers back. Pages without an entry start afresh.
 
         Args:
             pages: all pages.
-            entries: page number -> what the file of the page holds.
+            entries: page number -> content of the page's file.
         """
         self._abandon_transfers(pages)
         self.lost_write = False
@@ -348,7 +348,7 @@ class Pager:
         self._pool.release_all()
 
     def free(self, pages: Iterable[Page]) -> None:
-        """Free the memory of pages of which nothing is to be kept."""
+        """Free the memory of pages whose content is no longer needed."""
         for page in pages:
             page.buffer = page.device_buffer = None
             page.tier = Tier.NVME
@@ -368,7 +368,7 @@ class Pager:
         self._pool = BufferPool(0, 0)
 
     def close(self, pages: Iterable[Page]) -> None:
-        """Free all memory once no transfer uses it."""
+        """Free all memory, after waiting until no transfer uses it."""
         pages = list(pages)
         self._abandon_transfers(pages)
         self.files.close()
@@ -398,10 +398,10 @@ class Pager:
     # -- In.
 
     def _drop_unwanted(self, pages: Iterable[Page], needed: Needed) -> None:
-        """Drop prefetched pages but for the first ones of a stream, with the sections it needs.
+        """Keep the prefetched pages that a stream begins with, if read as needed; drop the rest.
 
-        A page before the others may need the buffers that they have: a stream may have another
-        order than the sweep that they were read for.
+        The stream may have another order than the sweep that was expected. A page that comes first
+        in the stream may then need the buffer of a prefetched page.
         """
         early, wanted = set(self._early), []
         for page in pages:
@@ -424,8 +424,8 @@ class Pager:
             A writing  B held     C reading  the caller gave A back and B arrived
             D reading  B writing  C held     A's write has ended: D takes the buffer
 
-        If A's write had not ended when C was given back, too, ``ahead`` would be empty: only
-        then does the call block, for the oldest write.
+        The call blocks only if ``ahead`` is empty. This happens if C was also given back before
+        A's write ended. The call then waits for the oldest write.
         """
         while waiting:
             self._reclaim()
@@ -442,7 +442,7 @@ class Pager:
                     return
                 self._finish_write()
             else:
-                # In ``ahead`` before anything below is interrupted, so that it is dropped.
+                # Put it in ``ahead`` first: after an interrupt below, the page is then dropped.
                 ahead.append(waiting.popleft())
                 self._swap_in(page, needed)
 
@@ -472,11 +472,11 @@ class Pager:
         page.motion = Motion.HELD
 
     def _bring_to_device(self, page: Page) -> None:
-        """Start to copy a page from its buffer to the device memory that it is stepped in."""
+        """Start to copy a page from its buffer to device memory for the step."""
         if page.buffer is None:
             return
         if page.copy is not None:
-            page.copy.wait()  # Of the last step, from the device.
+            page.copy.wait()  # The copy from the device, of the last step.
         if page.tier is not Tier.DEVICE and self._device.is_host:
             return
         host = page.buffer.tensor[: page.layout.nbytes]
@@ -504,7 +504,7 @@ class Pager:
     def _add_parameters(self, page: Page) -> None:
         """Start to write the values of parameters that the file of a page at rest lacks.
 
-        The file is that of the last step, which no commit needs, so no slot is claimed for it.
+        The last step wrote this file and no commit needs it, so no slot is claimed.
         """
         # decisions: Values of float32 parameters are written for commits only.
         self._provide_buffer(page)
@@ -513,14 +513,14 @@ class Pager:
         page.left, page.lacks_parameters = {}, False
 
     def _provide_buffer(self, page: Page) -> None:
-        """Give a page a buffer to be written from, unless it has one."""
+        """Give a page a buffer for its write, unless it has one."""
         if page.buffer is None:
             while not self._pool.free_count:
                 self._finish_write()
             page.buffer = self._pool.acquire()
 
     def _keep(self, page: Page) -> None:
-        """Let a page that was changed stay in memory, newer than its file."""
+        """Keep a changed page in memory, newer than its file."""
         if page.tier is Tier.HOST:
             self._leave_device(page)
         page.content = Content.CHANGED
@@ -536,12 +536,12 @@ class Pager:
         self._free_staging(page)
 
     def _drop_from_device(self, page: Page) -> None:
-        """Forget what was copied to the device, once nothing uses the copy."""
+        """Free the device copy of a page, after waiting until nothing uses it."""
         if page.copy is not None:
             page.copy.wait()
             page.copy = None
         if page.device_buffer is not None:
-            # The next content may arrive before the computation on this one has ended.
+            # The next content must not arrive before the computation on this content has ended.
             self._device.note_use(page.device_buffer)
             self._free_staging(page)
 
@@ -580,13 +580,13 @@ class Pager:
         """Release pages that are read or held, once no transfer uses their buffers."""
         pages = [page for page in pages if page.motion in (Motion.READING, Motion.HELD)]
         if pages:
-            # All transfers of the files: an interrupt may have kept one from ``page.arrival``.
+            # Wait for all transfers: after an interrupt, ``page.arrival`` may lack one.
             self.files.drain()
         for page in pages:
             page.arrival = None
             self.release(page)
 
     def _wait(self, done: bool, wait: Callable[[], object]) -> None:
-        # To measure the wait takes longer than to see that there is none.
+        # Measuring takes longer than checking ``done``.
         with contextlib.nullcontext() if done else self.stalled():
             wait()

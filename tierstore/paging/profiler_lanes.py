@@ -19,14 +19,14 @@ from tierstore.threads import Threads
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """Return a context that is shown as a range if a profiler runs, and else does nothing."""
+    """Return a context that a running profiler shows as a range. Else it does nothing."""
     if profiler._is_profiler_enabled:
         return profiler.record_function(name)
     return contextlib.nullcontext()
 
 
 class Lane:
-    """A lane for transfers of one kind, which end in the order in which they begin.
+    """A lane for transfers of one kind. The transfers end in the order in which they begin.
 
     Has no thread until a profiler runs.
     """
@@ -35,7 +35,7 @@ class Lane:
         self._name = name
 
     def show(self, what: str, transfers: Sequence[Transfer]) -> None:
-        """Show the time that these transfers take as one range, if a profiler runs."""
+        """Show the duration of these transfers as one range, if a profiler runs."""
         if profiler._is_profiler_enabled:
             self._thread.submit(self._follow, f"tierstore::{self._name} {what}", transfers)
 
@@ -53,5 +53,5 @@ class Lane:
             for transfer in transfers:
                 with contextlib.suppress(
                     TierstoreError
-                ):  # Raised to the caller that waits for the page.
+                ):  # The caller that waits for the page gets the error.
                     transfer.wait()

@@ -15,7 +15,7 @@ from tierstore.run.manifest import pack_scalars
 
 
 def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
-    """Refuse ranks that open a store with different options. All ranks call this.
+    """Raise if ranks open a store with different options. All ranks call this.
 
     Raises:
         ValueError: an option differs; the message names the first.
@@ -30,7 +30,7 @@ def require_same_commit(
     scalars: Mapping[str, Mapping[str, float]],
     registered: Iterable[str],
 ) -> None:
-    """Refuse ranks that are about to commit different hyperparameters, scalars or objects.
+    """Raise if ranks are about to commit different hyperparameters, scalars or objects.
 
     Raises:
         ValueError: a value differs; the message names the first.
@@ -49,7 +49,7 @@ def require_same_commit(
 def hyperparameters_of(
     groups: Sequence[PagedGroup], options: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what all ranks should have alike, by the words that name it in errors."""
+    """Return the values that all ranks must have in common, by the text that errors use."""
     return dict(options or {}) | {
         f"{key} of param group {number}": tagged_json.encode(
             value, f"{key} of param group {number}"
@@ -60,7 +60,7 @@ def hyperparameters_of(
 
 
 def digest_of(values: Any) -> int:
-    """Return a hash of values of JSON."""
+    """Return a hash of JSON values."""
     return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True).encode())
 
 
@@ -70,7 +70,7 @@ def require_equal(
     groups: Sequence[PagedGroup],
     options: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse different hyperparameters or scalars, given their digest on every rank."""
+    """Raise if hyperparameters or scalars differ, given their digest on every rank."""
     if len(set(digests)) > 1:
         found = _first_difference(peers.gather(hyperparameters_of(groups, options)))
         raise ValueError(

@@ -18,15 +18,15 @@ from tierstore.paging.views import Source
 from tierstore.ranks.peers import Ranks
 from tierstore.units import align_up
 
-# Most bytes in flight while the next message is packed. A subgroup of many ranks may have more;
-# one message, about a page at most, is always sent.
+# Most bytes in flight while the next message is packed. One message, about a page at most, is
+# always sent. A subgroup of many ranks may therefore have more in flight.
 _BYTES_MAX = 2**28
 
 _ALIGNMENT = 16
 
 
 def bytes_in_flight(messages: Collection[int]) -> int:
-    """Return the most bytes in flight at once in a sweep, given those of all its messages."""
+    """Return the most bytes in flight at once in a sweep, given the bytes of each message."""
     return min(sum(messages), max(_BYTES_MAX, max(messages, default=0)))
 
 
@@ -35,7 +35,7 @@ class _Route:
     """The elements of one subgroup that one rank sends to the other ranks that hold them."""
 
     replicas: tuple[int, ...]
-    """The ranks that hold the elements, the owner among them."""
+    """The ranks that hold the elements, with the owner."""
     owner: int
     parts: Sequence[tuple[str, HeldChunk]]
     """Parameter name and chunk; the local chunk is the same on all replicas."""
@@ -50,7 +50,7 @@ class _Message:
     work: Any
     """For Ranks.wait()."""
     received: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """Parts of the buffer, and the tensors to copy them to; none on the owner."""
+    """Pairs of a part of the buffer and the tensor to copy it to; empty on the owner."""
 
 
 class Replication:
@@ -67,7 +67,7 @@ class Replication:
         self._in_flight: deque[_Message] = deque()
         self._bytes_in_flight = 0
         self.device = torch.device("cpu")
-        """The GPU of parameters or steps, if there is one: its backend may send nothing else."""
+        """The GPU of parameters or steps, else the CPU: a GPU backend may send GPU tensors only."""
         self.bytes_sent = 0
         """Bytes that this rank sent, counted once per replica."""
 
@@ -92,14 +92,14 @@ class Replication:
         tensors: Mapping[str, torch.Tensor] | None = None,
         state: str = MASTER,
     ) -> None:
-        """Start to send what this rank owns of a subgroup, and to receive the rest.
+        """Start to send the elements of a subgroup that this rank owns, and to receive the rest.
 
         Args:
             page: this rank's page of the subgroup.
             source: finds the parameters that this rank owns.
             names: the parameters that were stepped.
-            tensors: parameter name -> tensor to send and to receive instead of the parameter: a
-                plain tensor of all that this rank holds of a state, on any device.
+            tensors: parameter name -> tensor to send and receive instead of the parameter: a
+                plain tensor with this rank's part of a state, on any device.
             state: the state.
         """
         if not self._routes[page]:
@@ -111,13 +111,13 @@ class Replication:
                     self._send(page, source, tensors, state, route, parts)
 
     def finish(self) -> None:
-        """Block until all that was begun has arrived."""
+        """Block until all messages in flight have arrived."""
         with record_function("tierstore::spread"):
             while self._in_flight:
                 self._receive()
 
     def _plan(self, page: Page) -> list[_Route]:
-        """Return the routes that this rank sends or receives on."""
+        """Return the routes on which this rank sends or receives."""
         parts: dict[tuple[tuple[int, ...], int], list[tuple[str, HeldChunk]]] = {}
         for shard in page.shared.shards:
             for replicas in shard.parameter.holding.replicas():

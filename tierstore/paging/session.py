@@ -1,4 +1,4 @@
-"""A session: what the two faces of a store, to its users and to optimizers, both work with."""
+"""A session: the parts of an open store, shared by ``TierStore`` and ``store.pages``."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Session:
 
     Args:
         ranks: all ranks.
-        calls: the calls that all ranks make together.
+        calls: the roll call of the calls that all ranks make together.
         usability: the condition of the store.
-        committer: the commits of the run; without a directory, the progress alone.
+        committer: the commits of the run; without a directory, only the progress.
         pager: moves the pages.
         table: the pages.
-        find_damage: raises what is found of the last checkpoint, if it was read.
+        find_damage: raises the damage of the last checkpoint, if its verification has ended.
         step_on: where pages are stepped; None: where the parameters are.
         free_gradients: whether gradients are set to None after their use.
         wear: the wear of the drives.
-        opened_at: the time when the store was opened, of time.monotonic().
+        opened_at: time.monotonic() when the store was opened.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class Session:
         return self.committer
 
     def raise_damage(self) -> None:
-        """Raise what verification has found in the last checkpoint, if it has ended."""
+        """Raise the damage that verification has found in the last checkpoint, if it has ended."""
         with self.usability.failing(interrupts=False):
             self._find_damage()
 
     def ask(self) -> None:
-        """Ask for the states of what is registered, unless that was done after the last step."""
+        """Ask registered objects for their states, unless they were asked after the last step."""
         if isinstance(self.committer, Committer) and not self.committer.has_states:
             self.committer.keep_states(self.registered.ask())
 
     def left_was_changed(self) -> bool:
-        """Return whether a program changed parameters that the last step left to its commit.
+        """Return whether a program changed parameters that the next commit must still write.
 
         All ranks call this.
         """
@@ -100,7 +100,7 @@ class Session:
         return any(agree(self.ranks, "look at the parameters", lambda: changed))
 
     def accept_parameters(self) -> None:
-        """Let the next commit take parameters as they are now."""
+        """Let the next commit take the parameters as they are at that time."""
         for page in self.table.pages:
             page.takes_parameters = True
 
@@ -118,8 +118,8 @@ class Session:
         """Begin to commit the last step. All ranks call this.
 
         Raises:
-            ValueError: parameters were changed since the step, and no page has them as it left
-                them.
+            ValueError: parameters were changed since the step, and no page has their values of
+                the step.
         """
         committer, table, pager = self.require_committer("a commit"), self.table, self.pager
         if committer.adds_parameters:

@@ -1,4 +1,4 @@
-"""The parameters of all ranks: who holds what, and whether replicas are the same."""
+"""The parameters of all ranks: which rank holds what, and whether replicas are equal."""
 
 from __future__ import annotations
 
@@ -69,10 +69,9 @@ def shared_parameter(parameter: PagedParameter, holding: Holding) -> SharedParam
 def require_same_values(
     peers: Peers, groups: Sequence[PagedGroup], subgroups: Sequence[SharedSubgroup]
 ) -> None:
-    """Refuse replicas with different values.
+    """Raise if replicas have different values. Compares a sample of the elements.
 
-    Plain tensors that are shards would be taken for replicas otherwise. A sample of the elements
-    is compared.
+    Otherwise plain tensors that are shards would pass as replicas.
 
     Args:
         peers: all ranks, which call this together.
@@ -94,7 +93,7 @@ def require_same_values(
                 if samples[rank][index] != samples[replicas[0]][index]:
                     raise RunMismatchError(
                         f"ranks {replicas[0]} and {rank} hold the same elements of parameter "
-                        f"{member.name!r} with other values: give all ranks the same values, "
+                        f"{member.name!r} with different values: give all ranks the same values, "
                         "by a common seed or by broadcasting them; a parameter that is sharded "
                         "must be a DTensor"
                     )
@@ -116,7 +115,7 @@ def _with_bounds(
     shared: Sequence[Sequence[SharedParameter]],
     names: Collection[str],
 ) -> list[list[SharedParameter]]:
-    """Return parameters with the sharding of those that are not cut as their placements say.
+    """Return parameters, with the actual sharding if it differs from their placements.
 
     The parts of ranks follow each other. All ranks call this.
     """
@@ -156,33 +155,33 @@ def _named_error(name: str) -> Iterator[None]:
 
 
 def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
-    """Return the spec of a parameter and the ranks that hold it, as far as this rank knows."""
+    """Return the spec of a parameter and the ranks that hold it, as known to this rank."""
     with _named_error(parameter.name):
         holding = _holding(parameter, ranks)
         if ranks.rank not in holding.ranks:
             raise ValueError(
                 f"its mesh has ranks {list(holding.ranks)} and not this rank, {ranks.rank}: ranks "
-                "that train other parts of a model need a store, a directory and a process_group "
-                "of their own"
+                "that train different parts of a model need separate stores, directories and "
+                "process groups"
             )
     return shared_parameter(parameter, holding)
 
 
 def _has_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks) -> bool:
-    """Return whether the local tensor has the shape that this rank is said to hold."""
+    """Return whether the local tensor has the shape of this rank's part."""
     with _named_error(parameter.name):
         expected = shared.holding.local_shape(shared.spec.shape, ranks.rank)
     return same_shape(local_tensor(parameter.tensor).shape, expected)
 
 
 def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks) -> None:
-    """Check that a parameter can be paged with the part that this rank holds."""
+    """Check that a parameter can be paged with this rank's part."""
     spec, holding = shared.spec, shared.holding
     found = tuple(local_tensor(parameter.tensor).shape)
     with _named_error(spec.name):
         if not _has_part(parameter, shared, ranks):
             raise ValueError(
-                f"the local tensor of this rank has shape {list(found)}; its placements need "
+                f"the local tensor of this rank has shape {list(found)}, but its placements need "
                 f"{list(holding.local_shape(spec.shape, ranks.rank))}"
             )
         listed = listed_chunks(parameter.tensor)
@@ -190,9 +189,9 @@ def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks
             held = [chunk.whole for chunk in holding.held(spec.shape, ranks.rank)]
             if set(listed) != set(held):
                 raise ValueError(
-                    f"by its chunk list this rank holds {listed}, expected {held}, by its "
-                    "placements and the shapes on all ranks: parts must follow each other as the "
-                    "ranks of the mesh do"
+                    f"by its chunk list this rank holds {listed}. Its placements and the shapes "
+                    f"on all ranks give {held}: parts must be in the order of the ranks of the "
+                    "mesh"
                 )
         if math.prod(spec.shape) > 0:
             _check_states(spec, found)
@@ -201,7 +200,7 @@ def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks
 
 
 def _check_states(spec: ParameterSpec, found: Sequence[int]) -> None:
-    """Check that this rank can have its part of states with other shapes than the parameter."""
+    """Check that this rank can hold its part of states whose shape differs from the parameter."""
     for tensor in spec.stored:
         if tensor.is_free and tuple(found) != spec.shape:
             raise ValueError(
@@ -213,8 +212,8 @@ def _check_states(spec: ParameterSpec, found: Sequence[int]) -> None:
         if all(size for size, shared in zip(found, tensor.shared, strict=True) if not shared):
             dimension = found.index(0)
             raise ValueError(
-                f"this rank has rows or columns of it without an element, and {tensor.name!r} has "
-                f"an element for each: cut its dimension {dimension} over "
+                f"this rank has empty rows or columns of it, and {tensor.name!r} has an element "
+                f"for each row or column: cut its dimension {dimension} over "
                 f"{spec.shape[dimension]} ranks or fewer"
             )
 
@@ -227,7 +226,7 @@ def _require_whole_blocks(spec: ParameterSpec, holding: Holding, rank: int) -> N
         for cut in (first, chunk.local.offsets[-1], 0 if end == columns else end):
             if cut % block:
                 raise ValueError(
-                    f"a rank has its columns {first} to {end}, and it has a state in blocks of "
+                    f"a rank has its columns {first} to {end}, but a state is in blocks of "
                     f"{block} columns: cut its rows, or its columns at multiples of {block}"
                 )
 
@@ -235,27 +234,27 @@ def _require_whole_blocks(spec: ParameterSpec, holding: Holding, rank: int) -> N
 def _holding(parameter: PagedParameter, ranks: Ranks) -> Holding:
     if ranks.world_size > 1:
         return holding_of(parameter.tensor, ranks.global_ranks)
-    # A replica of ranks outside of this job of one is stepped as a parameter of this rank alone.
+    # In a job of one rank, a parameter replicated over other ranks is stepped by this rank alone.
     local, shape = local_tensor(parameter.tensor).shape, parameter.tensor.shape
     if local != shape:
         raise ValueError(
             f"its shape {list(shape)} is sharded over ranks, and this rank has {list(local)}, but "
-            "the store is of this rank alone: open it with a process_group of all ranks that "
-            "have a shard"
+            "the store has this rank only: open it with a process_group of all ranks that have a "
+            "shard"
         )
     return whole_on([0])
 
 
 def _combined(parameters: Sequence[SharedParameter | None]) -> SharedParameter:
-    """Return a parameter with all ranks that hold it, given the description by every rank."""
+    """Return a parameter with all ranks that hold it, given its description by each rank."""
     first = parameters[0]
     for rank, other in enumerate(parameters):
         if first is None or other is None or replace(other, holding=first.holding) != first:
             raise RunMismatchError(
                 f"the ranks have different parameters. First difference: rank 0 has "
                 f"{_named(first)}, rank {rank} has {_named(other)}. Build the same model and param "
-                "groups on all ranks; ranks that train other parts of a model need a store, "
-                "a directory and a process_group of their own"
+                "groups on all ranks; ranks that train different parts of a model need separate "
+                "stores, directories and process groups"
             )
     assert first is not None
     holdings = dict.fromkeys(other.holding for other in parameters if other is not None)

@@ -1,10 +1,10 @@
-"""Sources: gradients and parameters of pages are brought to where pages are stepped.
+"""Sources: the gradients and parameters of pages, copied to the device that steps the pages.
 
-Parameters, gradients and steps have a place each: a GPU, or the host. What a step needs and is
-elsewhere is copied to a slab, memory for one page on the device of the step; parameters go back.
+Parameters, gradients and steps each have a place: a GPU, or the host. A slab is memory for one page
+at the place of the step. Tensors from another place are copied there, and parameters copied back.
 
     parameters   gradients   stepped on   slabs hold
-    GPU          GPU         GPU          nothing: there are none
+    GPU          GPU         GPU          nothing: no slab is needed
     GPU          host        GPU          gradients
     GPU          GPU         host         gradients and parameters
     GPU          host        host         parameters, and gradients that were clipped
@@ -41,7 +41,7 @@ _Key = tuple[str, Chunk]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The devices of a step: one GPU and the host at most."""
+    """The devices of a step: at most one GPU and the host."""
 
     parameters: Device
     step: Device
@@ -52,17 +52,17 @@ class Places:
 
     @property
     def gpu(self) -> Device:
-        """The GPU among the devices, or the host."""
+        """The GPU, if one of the devices is a GPU; else the host."""
         return self.step if self.parameters.is_host else self.parameters
 
     @property
     def moves_parameters(self) -> bool:
-        """True if parameters are elsewhere than where pages are stepped."""
+        """True if parameters are not on the device that steps pages."""
         return self.parameters.is_host != self.step.is_host
 
     @property
     def has_slabs(self) -> bool:
-        """True if something is copied to where pages are stepped."""
+        """True if gradients or parameters are copied to the device that steps pages."""
         return self.moves_parameters or (self.offloads and not self.parameters.is_host)
 
     def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
@@ -70,7 +70,7 @@ class Places:
         return self.gradient_dtype or parameter
 
     def slabs_bytes(self, layouts: Iterable[PageLayout], window: int) -> int:
-        """Return the bytes of the slabs of some pages, as the function of this name."""
+        """Return the bytes of the slabs of some pages with the settings of these places."""
         if not self.has_slabs:
             return 0
         return slabs_bytes(
@@ -98,13 +98,13 @@ def slabs_bytes(
     moves_parameters: bool,
     gradient_dtype: torch.dtype | None,
 ) -> int:
-    """Return the bytes of the slabs of some pages, whose parameters all have gradients.
+    """Return the bytes of the slabs of some pages if all their parameters have gradients.
 
     Args:
         layouts: the layouts of the pages.
         count: number of slabs.
         moves_parameters: whether slabs also hold parameters.
-        gradient_dtype: of gradients; None: of each parameter.
+        gradient_dtype: dtype of gradients; None: the dtype of each parameter.
     """
 
     def slab_bytes(layout: PageLayout) -> int:
@@ -119,7 +119,7 @@ def slabs_bytes(
 
 
 def require_page_locked(parameter: PagedParameter) -> None:
-    """Refuse a parameter on the host that a GPU cannot copy beside its computation.
+    """Refuse a parameter on the host if a GPU cannot copy it during computation.
 
     Raises:
         ValueError: its memory is pageable.
@@ -128,8 +128,8 @@ def require_page_locked(parameter: PagedParameter) -> None:
     if own.numel() and not own.is_pinned():
         raise ValueError(
             f"parameter {parameter.name!r} is in pageable host memory, and step_on is a GPU, which "
-            "copies parameters from page-locked memory only: FSDP2's CPUOffloadPolicy() puts them "
-            "there, and so does tensor.pin_memory()"
+            "copies parameters from page-locked memory only: put them there with FSDP2's "
+            "CPUOffloadPolicy() or tensor.pin_memory()"
         )
 
 
@@ -190,7 +190,7 @@ class Moved(Source):
         return memory.view(dtype).view(like.shape)
 
     def arrive(self) -> None:
-        """Let what is computed from now on see gradients and parameters; a host step waits."""
+        """Order later computation after the copies of gradients and parameters. The host waits."""
         if self._places.step.is_host:
             self._copy.wait()
             for left in self._left.values():
@@ -199,7 +199,7 @@ class Moved(Source):
         for key, left in self._left.items():
             if left.factor is None:
                 continue
-            if self._places.step.is_host:  # What is kept of the gradient does not change.
+            if self._places.step.is_host:  # The kept gradient does not change.
                 gradient = self._gradients[key]
                 self._gradients[key] = self._reserve(gradient, gradient.dtype).copy_(gradient)
             _, gradients = scaled.setdefault(id(left.factor), (left.factor, []))
@@ -233,7 +233,7 @@ class Moved(Source):
         self._is_given_back = True
 
     def is_free(self) -> bool:
-        """Return whether the slab may take another page."""
+        """Return whether another page may use the slab."""
         if not self._is_given_back:
             return False
         return not self._places.step.is_host or self.back is None or self.back.done()
@@ -243,7 +243,7 @@ class Moved(Source):
         self._copy.wait()
         if self.back is not None:
             self.back.wait()
-        elif not self._is_given_back:  # The step ended by an error.
+        elif not self._is_given_back:  # The step ended with an error.
             self._places.step.note_use(self.slab)
 
 
@@ -268,14 +268,14 @@ class Sources:
             self._free += [DeviceBuffer(pool.acquire().tensor) for _ in range(count)]
         else:
             self._free += [places.step.allocate(slab_bytes) for _ in range(count)]
-        self._last_back = Copy()  # Of slabs that were reused; copies of one direction are in order.
+        self._last_back = Copy()  # Of reused slabs. Copies of one direction end in order.
         self._behind: deque[Moved] = deque()  # Stepped, or their parameters may be in flight.
 
     def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
         """Yield a source of each page.
 
-        A step on the host fills the slabs of the next pages meanwhile. A GPU computes behind the
-        thread that asks, so that the copies of a page run beside the computation of earlier pages.
+        During a step on the host, the slabs of the next pages are filled. A GPU computes behind the
+        calling thread, so the copies of a page overlap with the computation of earlier pages.
         """
         if not self.nbytes:
             yield from (page.source for page in pages)
@@ -287,7 +287,7 @@ class Sources:
                     self._reclaim()
                 while waiting and self._free and (self._places.step.is_host or not ahead):
                     ahead.append(Moved(self._free[0], self._places, waiting.popleft()))
-                    self._free.popleft()  # Last: the slab stays free if a copy cannot begin.
+                    self._free.popleft()  # Last: if a copy cannot begin, the slab stays free.
                 ahead[0].arrive()
                 self._behind.append(ahead.popleft())
                 yield self._behind[-1]

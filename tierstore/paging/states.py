@@ -23,7 +23,7 @@ from tierstore.ranks.peers import agree
 
 
 class States:
-    """The states of all parameters as tensors; see read_states(), ... of Pages.
+    """The states of all parameters as tensors; see Pages.read_states() and others there.
 
     Args:
         session: of the store.
@@ -52,17 +52,17 @@ class States:
         """Return the states and scalars of one parameter as tensors of the current values."""
         if self.need_other_ranks([name]):
             raise RuntimeError(
-                f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
+                f"a state of parameter {name!r} may be on other ranks: call state_dict(), or "
                 "read_states(), on all ranks together"
             )
         if self._given.shown(name) is None:
-            with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
+            with torch.inference_mode(False):  # Inference tensors do not count changes.
                 if not self._show_in_memory(name):
                     self._show_copies(name)
         return dict(self._given.shown(name) or {})
 
     def need_other_ranks(self, names: Collection[str]) -> bool:
-        """Return whether reading the states of these parameters is a call of all ranks."""
+        """Return whether all ranks must call together to read the states of these parameters."""
         if self._session.ranks.world_size == 1:
             return False
         is_attached = self._table.specs.keys() >= set(names)
@@ -74,7 +74,7 @@ class States:
         scalars: Mapping[str, Mapping[str, float]],
         names: Collection[str] | None,
     ) -> None:
-        """Replace all states, or those of some parameters."""
+        """Replace the states of all or some parameters."""
         with self._session.calls.together("write_states()"):
             table = self._table
             replaced = table.specs.keys() if names is None else names
@@ -99,7 +99,7 @@ class States:
             self._given.forget(replaced)
 
     def follow_scalars(self) -> None:
-        """Without a directory, follow the scalars of show() that were changed in place."""
+        """Without a directory, adopt in-place changes to the scalars of show()."""
         if self._usability.has_directory:
             return
         for name, state, tensor in list(self._given.changed()):
@@ -109,7 +109,7 @@ class States:
 
     @contextlib.contextmanager
     def only_reading(self) -> Iterator[None]:
-        """Fail the store if the block, which only reads pages, raises and cannot be retried."""
+        """Fail the store if the block raises and cannot be retried. The block only reads pages."""
         try:
             yield
         except BaseException as error:
@@ -161,7 +161,7 @@ class States:
     ) -> bool:
         """Return whether the pages of all ranks have these values. All ranks call this together.
 
-        A store without a directory writes sooner than it compares.
+        A store without a directory does not compare: writing is faster there.
         """
         if not self._usability.has_directory:
             return False
@@ -180,9 +180,9 @@ class States:
         scalars: Mapping[str, Mapping[str, float]],
         names: Collection[str],
     ) -> bool:
-        """Return whether the pages and scalars seem to have these values, without reading a page.
+        """Return whether pages and scalars seem to have these values. Reads no page.
 
-        Collectives, numpy and ``.data`` change a tensor without a trace; see _pages_hold().
+        Changes by collectives, numpy and ``.data`` are not seen; see _pages_hold().
         """
         specs = self._table.specs
         known = self._session.committer.scalars

@@ -15,30 +15,30 @@ class Stats:
     """The storage engine: "io_uring", "libaio", "aiofiles" or "memory"; "none" without files."""
     pages: int
     state_bytes: int
-    """Bytes of all pages of this rank, with framing and padding."""
+    """Bytes of all pages of this rank, including framing and padding."""
     bytes_read: int
     bytes_written: int
     bytes_spread: int
     """Bytes of parameters that this rank sent to replicas, counted once per replica."""
     stall_seconds: float
-    """Time that the training thread waited for transfers and commits."""
+    """Time that the training thread has waited for transfers and commits."""
     host_bytes_peak: int
-    """Largest number of bytes of host memory for page buffers, for pages of tier "host", and for
-    gradients and parameters that the store copies there, together."""
+    """Peak of the host memory for page buffers, pages of tier "host", and copies of gradients and
+    parameters together."""
     device_bytes_peak: int
-    """Largest number of bytes of device memory that pages rest in or are stepped in, and that hold
-    gradients and parameters of them that were copied there."""
+    """Peak of the device memory for pages that rest or are stepped there, and for copies of their
+    gradients and parameters."""
     pages_in: Mapping[str, int]
     """Tier -> number of pages: "device", "host" and "nvme"."""
     steps: int
-    """Number of steps that were begun, skipped ones included."""
+    """Number of steps that were begun, including skipped steps."""
     seconds: float
     """Time since the store was opened."""
     drive_life_used: float | None
-    """Share of the rated life of a drive that is used; None without ``endurance``."""
+    """Used share of the rated life of a drive; None without ``endurance``."""
     drive_days_left: float | None
-    """Days until it is used up at the pace so far; None without ``endurance``, in the first ten
-    minutes, and before anything was written."""
+    """Days until the rated life is used up at the current pace; None without ``endurance``, in the
+    first ten minutes, and before the first write."""
 
     @property
     def bytes_written_per_step(self) -> float:
@@ -47,5 +47,5 @@ class Stats:
 
     @property
     def bytes_written_per_day(self) -> float:
-        """Bytes that this rank writes in a day at the pace so far: drives are rated so."""
+        """Bytes that this rank writes in a day at the pace so far, the unit of drive ratings."""
         return self.bytes_written / self.seconds * 86_400

@@ -25,12 +25,12 @@ class Phase(enum.Enum):
 
     The effect of an error by phase, in a store with a directory:
 
-        phase       from                                      an error
+        phase       begins when                               an error
         CHECKED     the checks that can refuse a step passed  changes nothing; retry the step
-        READING     the pager was asked for pages             the same, if may_retry() says so;
+        READING     the pager was asked for pages             the same, if may_retry();
                                                               else as in STEPPING
         STEPPING    a page was handed out or made             fails the store; restore()
-        FINISHED    every page was given back                 likewise, within the sweep
+        FINISHED    every page was given back                 the same, within the sweep
     """
 
     CHECKED = enum.auto()
@@ -40,10 +40,10 @@ class Phase(enum.Enum):
 
 
 def may_retry(error: BaseException, table: PageTable) -> bool:
-    """Return whether a call that only read pages changed nothing, although it raised an error.
+    """Return whether a call that only reads pages raised an error and changed nothing.
 
-    Not after an interrupt, which may come anywhere within the pager; not after a failed write,
-    whose page is lost; and not among several ranks, which may be in the middle of the step.
+    False after an interrupt, which may come anywhere within the pager; after a failed write, whose
+    page is lost; and with several ranks, because others may be in the middle of the step.
     """
     is_alone = table.ranks.world_size == 1
     return is_alone and isinstance(error, TierstoreError) and not table.pager.lost_write
@@ -53,11 +53,11 @@ class Sweep:
     """One step over all subgroups.
 
     Args:
-        table: the pages. The usability of the store is failed by errors as Phase says.
+        table: the pages. An error marks the store as failed by the rules of Phase.
         free_gradients: whether to set each gradient to None after its use.
-        present: names of the parameters of which any rank has a gradient.
+        present: names of the parameters that have a gradient on any rank.
         window: number of pages that are stepped at once.
-        unread: gradients that are not finite; the sweep raises at its end if there is one.
+        unread: a check for gradients that are not finite; the sweep raises its error at the end.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Sweep:
         self._window = window
         swept = table.swept
         self._stepped = [page for page in swept if self._has_gradient(page)]
-        # Pages that are only to be written come last: a stepped page stays valid while the next
-        # pages of a window are asked for, and all ranks replicate subgroups at the same time.
+        # Pages that are only written come last: a stepped page then stays valid while the caller
+        # asks for the next pages of a window, and all ranks replicate subgroups at the same time.
         others = (page for page in swept if not self._has_gradient(page))
         changed = [page for page in others if page.content is Content.FRESH or page.was_edited]
         self._pages = [*self._stepped, *changed]
@@ -86,7 +86,7 @@ class Sweep:
             page.look_for_writes()
         self._phase = Phase.CHECKED
         self.changed: list[tuple[str, torch.Tensor]] = []
-        """Parameter names, and whether they were changed; see PageView.changed."""
+        """Pairs of parameter name and whether it was changed; see PageView.changed."""
 
     @contextlib.contextmanager
     def run(self) -> Iterator[SteppedPages]:
@@ -100,8 +100,8 @@ class Sweep:
                 partition = [page.shared for page in self._stepped]
                 yield SteppedPages(views, self._present, partition)
             if self._phase is not Phase.FINISHED:
-                raise SweepError("the sweep was left before its last page")
-            if self._unread is not None:  # The device knows by now, and no commit has begun.
+                raise SweepError("the sweep ended before its last page")
+            if self._unread is not None:  # The result is ready by now, and no commit has begun.
                 self._unread.require_none()
             committer.note_written(len(self._table.groups))
         except BaseException as error:
@@ -115,7 +115,7 @@ class Sweep:
             usability.sweeping = False
 
     def _views(self) -> Generator[PageView, None, None]:
-        """Yield the pages to step; give a page back when a window of pages follows it."""
+        """Yield the pages to step. Give a page back when a window of pages has followed it."""
         self._phase = Phase.READING
         table = self._table
         with (
@@ -168,8 +168,8 @@ class SteppedPages:
 
     Args:
         pages: the pages.
-        present: names of the parameters of which any rank has a gradient.
-        shared: the part that each rank owns of each page.
+        present: names of the parameters that have a gradient on any rank.
+        shared: for each page, the part that each rank owns.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class SteppedPages:
     ) -> None:
         self._pages = pages
         self.present = present
-        """Names of the parameters of which any rank has a gradient."""
+        """Names of the parameters that have a gradient on any rank."""
         self.count = len(shared)
         """Number of pages."""
         self.shared = shared
-        """The part that each rank owns of each page."""
+        """For each page, the part that each rank owns."""
 
     def __iter__(self) -> Iterator[PageView]:
         return self._pages
@@ -191,18 +191,18 @@ class SteppedPages:
 
 
 class Changes:
-    """Warns, once, of parameters that were changed outside of the optimizer."""
+    """Warns once if parameters were changed outside of the optimizer."""
 
     def __init__(self) -> None:
-        # Names, whether each parameter was changed, and the copy of that to the host.
+        # Names, a flag for each parameter that says if it was changed, and the copy of the flags.
         self._found: tuple[list[str], torch.Tensor, Copy] | None = None
         self._warned = False
 
     def note(self, found: Sequence[tuple[str, torch.Tensor]], device: Device) -> None:
-        """Keep what a sweep found.
+        """Keep the changes that a sweep found.
 
         Args:
-            found: parameter names, and bools of no dimension on ``device``.
+            found: pairs of parameter name and bool of shape () on ``device``.
             device: the device that pages are stepped on.
         """
         if found and not self._warned:
@@ -210,7 +210,7 @@ class Changes:
             self._found = ([name for name, _ in found], *device.fetch(flags))
 
     def warn(self, *, wait: bool) -> None:
-        """Warn if a parameter was changed; without ``wait``, only if that is known by now."""
+        """Warn if a parameter was changed; without ``wait``, only if the result is ready."""
         if self._found is None:
             return
         names, flags, copy = self._found

@@ -1,6 +1,6 @@
 """The tier plan: the tier of each page between two steps, and the pool of buffers.
 
-Pages are stepped in one known order, so the plan is made once, from order and sizes of the pages.
+Pages are stepped in a fixed order, so the plan is made once from the order and sizes of the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierstore.units import SECTOR_BYTES, align_up, format_bytes
 # One buffer is stepped while another is read ahead or written behind.
 BUFFERS_MIN = 2
 
-# More in flight does not make a disk faster; the rest of the memory keeps pages.
+# More transfers in flight do not make a disk faster. The rest of the memory keeps pages.
 STREAM_BUFFERS = 4
 STREAM_BYTES = 2**28
 
@@ -27,8 +27,8 @@ STREAM_BYTES = 2**28
 # computed, and the updates of a third are scattered, all at once.
 WINDOW_MAX = 3
 
-# Besides the pages that are stepped, one page moves to where they are stepped, and one back. To a
-# GPU one more is on its way: a page may take longer to copy than to step.
+# Besides the pages that are stepped, one page moves to the device of the step, and one back. With a
+# GPU one more page is in flight to it, because a page may take longer to copy than to step.
 MOVING_PAGES = 2
 MOVING_PAGES_OF_GPU = 3
 
@@ -60,7 +60,7 @@ class Budget:
     device_memory: int
     buffers: int | None
     reserved: int = 0
-    """Bytes of the host memory that are not for pages."""
+    """Bytes of host memory that are not for pages."""
 
     def __post_init__(self) -> None:
         if self.buffers is not None and self.buffers < BUFFERS_MIN:
@@ -78,7 +78,7 @@ class Budget:
 def check_page_options(
     page_bytes: int, commit_every: int | None, step_on: torch.device | None, budget: Budget
 ) -> None:
-    """Check arguments of TierStore that decide pages, for a store and for a plan of one.
+    """Check the arguments of TierStore that determine pages. A store and a plan call this.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -92,8 +92,8 @@ def check_page_options(
         )
     if commit_every is not None and commit_every < 1:
         raise ValueError(
-            "commit_every must be a positive number of steps, or None to commit on "
-            f"synchronize() and close() only; got {commit_every}"
+            "commit_every must be a positive number of steps, or None to commit only in "
+            f"synchronize() and close(), got {commit_every}"
         )
 
 
@@ -101,7 +101,7 @@ def step_device(step_on: torch.device | str | None) -> torch.device | None:
     """Return the device that pages are stepped on; None: where the parameters are.
 
     Raises:
-        ValueError: it is neither the CPU nor a GPU.
+        ValueError: the device is neither the CPU nor a GPU.
     """
     try:
         device = None if step_on is None else torch.device(step_on)
@@ -113,11 +113,11 @@ def step_device(step_on: torch.device | str | None) -> torch.device | None:
 
 
 def default_page_bytes(budget: Budget) -> int:
-    """Return the page_bytes of a store to which none was given.
+    """Return the default of page_bytes.
 
-    It is host_memory / (8 + 2 * buffers) in whole sectors, at most PAGE_BYTES_MAX; ``buffers``
-    counts as STREAM_BUFFERS if it is None. Beside the buffers there is then room for what
-    step_on="cpu" copies from a GPU, of up to 8.4 pages, and for padding.
+    It is host_memory / (8 + 2 * buffers) in whole sectors, at most PAGE_BYTES_MAX. If ``buffers``
+    is None it counts as STREAM_BUFFERS. The rest of the memory has room for the copies that
+    step_on="cpu" makes from a GPU, up to 8.4 pages, and for padding.
     """
     buffers = STREAM_BUFFERS if budget.buffers is None else budget.buffers
     nbytes = min(PAGE_BYTES_MAX, budget.host_memory // (8 + 2 * buffers))
@@ -144,7 +144,7 @@ class Placement:
         return self.buffers * self.buffer_bytes + self.in_tier(Tier.HOST, sizes)
 
     def staging(self, sizes: Sequence[int], window: int) -> tuple[int, int]:
-        """Return number and bytes of the device buffers for pages that do not rest on the device.
+        """Return number and bytes of device buffers for pages that do not rest on the device.
 
         Args:
             sizes: bytes of each page.
@@ -161,21 +161,21 @@ def pages_at_once(world_size: int) -> int:
 
 
 def sweep_order(elementwise: Sequence[bool]) -> list[int]:
-    """Return the order in which pages are stepped, which is the same on all ranks.
+    """Return the order in which all ranks step pages.
 
     On a GPU a page of elementwise rules takes longer to copy than to step, and a page of matrices
-    longer to step. Each kind is therefore spread evenly over the sweep, so that the copies of one
-    kind pass beside the computation of the other kind. Pages of one kind keep their order.
+    longer to step. Each kind is therefore spread evenly over the sweep. The copies of one kind then
+    overlap with the computation of the other kind. Pages of one kind keep their order.
     An example: for four pages of matrices and two of elementwise rules behind them, the order is
     [0, 4, 1, 2, 5, 3].
 
     Args:
-        elementwise: for each page of all ranks whether all its rules are elementwise.
+        elementwise: for each page of all ranks, whether all its rules are elementwise.
     """
     counts, seen = Counter(elementwise), Counter[bool]()
     middles = []
     for kind in elementwise:
-        # The middle of the page's part of the sweep, (2 n + 1) / (2 count), with one denominator.
+        # The middle of the page's part of the sweep, (2 n + 1) / (2 count), over one denominator.
         middles.append((2 * seen[kind] + 1) * counts[not kind])
         seen[kind] += 1
     return sorted(range(len(middles)), key=middles.__getitem__)
@@ -192,8 +192,8 @@ def place(sizes: Sequence[int], budget: Budget, order: Sequence[int] | None = No
         order: numbers of the pages in the order of the sweep; None: their own order.
 
     Raises:
-        BudgetError: the host memory cannot hold the fewest buffers that work; the message
-            names the smallest budget that does.
+        BudgetError: the host memory cannot hold the smallest pool that works; the message names
+            the smallest budget that works.
     """
     order = range(len(sizes)) if order is None else order
     aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
@@ -226,7 +226,7 @@ def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
         smallest = sum(aligned) + (budget.reserved if tier is Tier.HOST else 0)
         raise BudgetError(
             f"all pages take {sum(aligned)} bytes ({format_bytes(sum(aligned))}), and "
-            f"{tier.value}_memory has {limits[tier]} ({format_bytes(limits[tier])}) for them: "
+            f"{tier.value}_memory has room for {limits[tier]} ({format_bytes(limits[tier])}): "
             f"pass {tier.value}_memory={smallest} or more"
         )
     return _with_pool([tier] * len(sizes), aligned, budget, may_rest=False)
@@ -254,7 +254,7 @@ def _choose_evenly(pages: Sequence[int], sizes: Sequence[int], budget: int) -> l
             credit -= sizes[page]
             left -= sizes[page]
     taken = set(chosen)
-    for page in pages:  # What rounding left out.
+    for page in pages:  # Add pages that rounding left out.
         if page not in taken and sizes[page] <= left:
             chosen.append(page)
             left -= sizes[page]
@@ -264,13 +264,13 @@ def _choose_evenly(pages: Sequence[int], sizes: Sequence[int], budget: int) -> l
 def _with_pool(
     tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget, *, may_rest: bool
 ) -> Placement:
-    """Complete a placement with a pool, in the host memory that is left.
+    """Complete a placement with a pool in the remaining host memory.
 
     Args:
         tiers: the tier of each page.
         aligned: bytes of each page, in whole sectors.
         budget: the memory that may be used.
-        may_rest: whether with more host memory all pages would stay in it and need no pool.
+        may_rest: whether all pages would fit in more host memory and then need no pool.
     """
     resident = sum(size for size, tier in zip(aligned, tiers, strict=True) if tier is Tier.HOST)
     moving = [size for size, tier in zip(aligned, tiers, strict=True) if tier is not Tier.HOST]
@@ -286,7 +286,7 @@ def _with_pool(
     if count > count_max:
         smallest = count * nbytes
         if may_rest and budget.buffers is None and Tier.DEVICE not in tiers:
-            smallest = min(smallest, sum(moving))  # All pages would stay in it.
+            smallest = min(smallest, sum(moving))  # All pages would stay in host memory.
         beside = f" beside {budget.reserved} for gradients and parameters"
         raise BudgetError(
             f"host_memory is {budget.host_memory} bytes ({format_bytes(budget.host_memory)}), "

@@ -33,9 +33,9 @@ _PIECE_ELEMENTS = 1 << 20
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Make many objects without a cycle: Python would look for cycles among all objects meanwhile.
+    """Suspend Python's cycle collector while many objects without a cycle are made.
 
-    With thousands of parameters in a page, this took half of the time of a step.
+    With thousands of parameters in a page, the collector took half of the time of a step.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -47,11 +47,11 @@ def without_collections() -> Iterator[None]:
 
 
 class Source:
-    """The parameters and gradients that a view reads and writes: the tensors themselves.
+    """The parameters and gradients that a view reads and writes. Here: the tensors themselves.
 
     Args:
-        local_chunks: parameter name and chunk -> the chunk within this rank's tensor, for chunks
-            that differ from it.
+        local_chunks: parameter name and chunk -> the chunk within this rank's tensor, if the two
+            chunks differ.
     """
 
     def __init__(self, local_chunks: Mapping[tuple[str, Chunk], Chunk]) -> None:
@@ -77,18 +77,18 @@ class Source:
         return self.local_chunks.get((name, chunk), chunk) if self.local_chunks else chunk
 
     def send_back(self) -> None:
-        """Start to copy the parameters back to their device, if the source has copies."""
+        """Start to copy the parameters back to their device, if the source holds copies."""
 
 
 class LeftSource(Source):
     """The parameters as a step left them, although a program may have converted them since.
 
     Args:
-        local_chunks: as of Source.
+        local_chunks: as in Source.
         left: parameter name -> this rank's tensor.
 
     Raises:
-        ValueError: by values(), the memory of a parameter was freed.
+        ValueError: raised by values() if the memory of a parameter was freed.
     """
 
     def __init__(
@@ -103,23 +103,23 @@ class LeftSource(Source):
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise ValueError(
                 f"the memory of parameter {parameter.name!r} was freed before its last step was "
-                "committed, which cannot be done any more: call synchronize() before you free "
-                "parameters. The commit before it can be restored"
+                "committed, so the step cannot be committed: call synchronize() before you free "
+                "parameters. You can restore the commit before it"
             )
         return self.local_chunk(parameter.name, chunk).select(tensor)
 
 
 class RoundedMaster(EncodedState):
-    """A master in a page and the parameter, which is the master rounded.
+    """A master in a page, and its parameter. The parameter is the rounded master.
 
-    Both are read and written together, so that elements of the parameter that were changed outside
-    of the optimizer are noticed without a pass of its own.
+    Both are read and written together. Changes of the parameter outside of the optimizer are
+    therefore found without a separate pass.
 
     Args:
         master: float32 or wider, of any shape.
         parameter: of the same shape.
-        note: called with a bool of shape (), whether elements were changed, if that is not known to
-            be False.
+        note: called with a bool of shape (), True if elements were changed. Not called if it is
+            known to be False.
     """
 
     __slots__ = ("master", "note_changed", "parameter")
@@ -142,7 +142,7 @@ class RoundedMaster(EncodedState):
     @override
     def read(self) -> torch.Tensor:
         master, values = self.master, self.parameter
-        # On a device the result would have to be waited for, which takes longer.
+        # On a device, waiting for the result takes longer.
         if values.device.type == "cpu" and _rounds_to(master, values):
             return master
         rounded = master.to(values.dtype)
@@ -174,8 +174,8 @@ class ChunkView:
     chunk: Chunk
     """Offsets and sizes within the parameter."""
     states: Mapping[str, Any]
-    """State name -> tensor of the state's dtype, of shape ``chunk.sizes`` unless the state has
-    another shape; or an EncodedState or JoinedState."""
+    """State name -> tensor of the state's dtype, of shape ``chunk.sizes`` unless the state has a
+    shape of its own; or an EncodedState or JoinedState."""
     _master: Any
     _note: Callable[[torch.Tensor], None]
     _spec: ParameterSpec
@@ -187,7 +187,7 @@ class ChunkView:
 
     @property
     def master(self) -> Any:
-        """The values that a step changes: a tensor of shape ``chunk.sizes``, float32 or wider.
+        """The values that a step changes. A tensor of shape ``chunk.sizes``, float32 or wider.
 
         A parameter of that dtype is its own master; then this is a view of the parameter. An
         encoded master is an EncodedState.
@@ -200,15 +200,15 @@ class ChunkView:
 
     @master.setter
     def master(self, value: Any) -> None:
-        assert value is self._master  # ``chunk.master -= update`` assigns, too.
+        assert value is self._master  # ``chunk.master -= update`` also assigns.
 
     @property
     def master_parts(self) -> Any:
         """The master as an EncodedState; a tensor if the parameter is its own master.
 
-        Parts are compared with the parameter as they are read, and rounded into the parameter as
-        they are written. An optimizer that reads and writes a few rows at a time finds them in the
-        cache, where ``master`` needs two passes over memory more.
+        Reading a part compares it with the parameter. Writing a part rounds it into the parameter.
+        An optimizer that reads and writes a few rows at a time finds them in the cache. With
+        ``master`` it needs two more passes over memory.
         """
         if self._spec.stores_parameter:
             return self._master
@@ -231,12 +231,12 @@ class ChunkView:
         return self._source.local_chunk(self._parameter.name, self.chunk)
 
     def state(self, name: str) -> AnyState:
-        """Return a state by name, "master" among them, as it is in the page."""
+        """Return a state by name as it is in the page. "master" is also a name."""
         found: AnyState = self._master if name == MASTER else self.states[name]
         return found
 
     def reset(self, name: str) -> None:
-        """Give a state, or an encoded master, the value that it has before the first step."""
+        """Set a state or an encoded master to its value before the first step."""
         state = self.state(name)
         initial = self._parameter.initial.get(name)
         if initial and isinstance(state, torch.Tensor):
@@ -259,13 +259,13 @@ class ShardView:
     chunks: list[ChunkView]
     """The chunks that this rank owns; may be empty."""
     has_gradient: bool
-    """True if any rank has a gradient, so that the shard is to be stepped."""
+    """True if any rank has a gradient. The shard is then stepped."""
 
 
 class PageView:
     """A page as an optimizer sees it: the part of one subgroup that this rank owns.
 
-    Valid until a window of further pages was asked for; see Pages.sweep().
+    Valid until the caller has asked for a window of further pages; see Pages.sweep().
     """
 
     __slots__ = ("_records", "changed", "group", "shards")
@@ -278,12 +278,12 @@ class PageView:
         source: Source,
         present: Collection[str] = (),
     ) -> None:
-        self._records = records  # Of all chunks of the shards, in order.
+        self._records = records  # The records of all chunks of the shards, in order.
         self.changed: dict[str, torch.Tensor] = {}
-        """Parameter name -> bool of shape (): whether the parameter was changed outside of the
+        """Parameter name -> bool of shape (), True if the parameter was changed outside of the
         optimizer. Parameters that are known to be unchanged may be absent."""
         self.group = layout.subgroup.group
-        """Index of the group, in the order of attach(), that all shards belong to."""
+        """Index of the group of all shards, in the order of attach()."""
         self.shards = []
         """All shards of the subgroup, in the same order on every rank."""
         remaining = iter(records)
@@ -292,7 +292,7 @@ class PageView:
             views = list(itertools.islice(remaining, len(shard.chunks)))
             parameter = parameters[spec.name]
             has_gradient = spec.name in present
-            # Without a reference to this view: a cycle would keep the memory of the page.
+            # Keep no reference to this view: a cycle would keep the memory of the page.
             note = partial(_note, self.changed, spec.name)
             chunks = [
                 ChunkView(
@@ -309,26 +309,26 @@ class PageView:
             self.shards.append(ShardView(parameter, spec, chunks, has_gradient))
 
     def initialize(self) -> None:
-        """Fill a page that was never written, as before the first step."""
+        """Fill a page that was never written with the values before the first step."""
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states:
                 chunk.reset(state)
             master = chunk.state(MASTER)
-            if isinstance(master, EncodedState):  # The parameter, which is not written to.
+            if isinstance(master, EncodedState):  # The parameter is a part of it: do not write it.
                 master.zero_()
             else:
                 assign(master, chunk.values)
 
     def adopt_parameters(self, written: Collection[str]) -> None:
-        """Copy parameters to masters that no step compares with them; see ``changed``.
+        """Copy parameters to the masters that steps do not compare with them; see ``changed``.
 
-        A parameter of low precision is its master, rounded. Elements that differ from it were
-        changed, by ``model.load_state_dict()`` for example. A step finds those of the masters that
-        it reads. Does not wait for a device.
+        A parameter of low precision is the rounded master. Elements that differ from the rounded
+        master were changed, for example by ``model.load_state_dict()``. A step finds such elements
+        in the masters that it reads. Does not wait for a device.
 
         Args:
             written: names of parameters with encoded masters that were written to since the page
-                had their values, which were read.
+                had their values. The page must have been read with these values.
         """
         for shard in self.shards:
             if shard.has_gradient:
@@ -340,7 +340,7 @@ class PageView:
             self.drop_remainders(written)
 
     def drop_remainders(self, written: Collection[str]) -> None:
-        """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
+        """Set encoded masters to changed elements of their parameters; see adopt_parameters()."""
         for spec, record, chunk in self._chunks():
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
@@ -348,7 +348,7 @@ class PageView:
 
     @contextlib.contextmanager
     def adopting(self, written: Collection[str]) -> Iterator[None]:
-        """Do the same for a block that reads: after it the page is as it was."""
+        """Adopt parameters for a block that only reads. The page is restored afterwards."""
         masters = [c.state(MASTER) for spec, _, c in self._chunks() if spec.name in written]
         remainders = [m.stored[REMAINDER] for m in masters if isinstance(m, SplitMaster)]
         before = [remainder.clone() for remainder in remainders]
@@ -360,7 +360,7 @@ class PageView:
 
     @contextlib.contextmanager
     def keeping_parameters(self) -> Iterator[None]:
-        """Give parameters whose masters are encoded their values back after the block."""
+        """Restore parameters with encoded masters to their values after the block."""
         pairs = [(c.values, c.values.clone()) for spec, _, c in self._chunks() if spec.encodings]
         try:
             yield
@@ -368,11 +368,11 @@ class PageView:
             _copy([values for values, _ in pairs], [before for _, before in pairs])
 
     def write_parameters(self) -> None:
-        """Round the masters to the parameters that are not their own master, or part of it."""
+        """Round masters to parameters, except if the parameter is its master or a part of it."""
         self._round([chunk for shard in self.shards for chunk in shard.chunks])
 
     def write_read_masters(self) -> None:
-        """Do the same with the masters that were read, but for those that were read in parts."""
+        """Round the masters that a step has read, except masters that it read in parts."""
         chunks = (chunk for shard in self.shards for chunk in shard.chunks)
         self._round([chunk for chunk in chunks if chunk._is_read])
 
@@ -390,7 +390,7 @@ class PageView:
         _copy([target for target, _ in pairs], [values for _, values in pairs])
 
     def restore_parameters(self) -> None:
-        """Copy the masters in the page, or the parameters there, to the parameters."""
+        """Copy the masters in the page, or its stored parameters, to the parameters."""
         pairs = [(record, chunk) for _, record, chunk in self._chunks()]
         _copy([chunk.values for _, chunk in pairs], [record.master for record, _ in pairs])
 
@@ -424,10 +424,10 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a master on the CPU, rounded, is 16-bit ``values``, bit for bit."""
+    """Return whether a master on the CPU rounds to 16-bit ``values``, bit for bit."""
     if not values.ndim:
         values, master = values[None], master[None]
-    # In pieces, so that the rounded values stay in the cache; with numpy, since torch.equal()
+    # In pieces, so that the rounded values stay in the cache. With numpy, because torch.equal()
     # compares one element at a time.
     rows = max(1, _PIECE_ELEMENTS * len(values) // max(1, values.numel()))
     for start in range(0, len(values), rows):

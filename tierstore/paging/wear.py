@@ -1,4 +1,4 @@
-"""The wear of the drives that a run writes to: how much of their rated life is used and left."""
+"""The wear of the drives that a run writes to: used and remaining share of their rated life."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def rated_life(endurance: int | str | None, directories: Sequence[Path]) -> int | None:
-    """Return the bytes that one drive may be written in its life; None if nothing is to be counted.
+    """Return the bytes that may be written to one drive in its life; None: do not count.
 
     Raises:
-        ValueError: not an endurance, or no directory is named.
+        ValueError: the endurance cannot be parsed, or the store has no directory with a path.
     """
     if endurance is not None and not directories:
         raise ValueError(
-            "endurance= counts writes to the drives of directories, and this store is given no "
-            "path of one: name a directory, or leave endurance out"
+            "endurance= counts writes to the drives of directories, but this store has no "
+            "directory with a path: name a directory, or leave endurance out"
         )
     return None if endurance is None else parse_endurance(endurance)
 
@@ -44,15 +44,15 @@ def rated_life(endurance: int | str | None, directories: Sequence[Path]) -> int 
 class Wear:
     """The wear of the drives of one rank. Changes no setting.
 
-    Each drive counts as equal: it gets an equal share of the writes of all ranks of the node, and
-    these ranks write alike. Writes before the store was opened are of the most worn drive.
+    All drives count alike. The model: all ranks of the node write the same amount, and each drive
+    gets an equal share. Writes before the store was opened are taken from the most worn drive.
 
     Args:
-        life: bytes that one drive may be written; None: nothing is counted.
-        directories: the directories of the run, which exist.
-        peers: all ranks. They make one together.
-        commit_every: of the store.
-        buffers: of the store.
+        life: bytes that may be written to one drive; None: do not count.
+        directories: the directories of the run. They exist.
+        peers: all ranks. All ranks construct a Wear together.
+        commit_every: as in TierStore.
+        buffers: as in TierStore.
     """
 
     def __init__(
@@ -93,29 +93,29 @@ class Wear:
         if unknown:
             self._log(
                 logging.WARNING,
-                f"what was written to {', '.join(drive.name for drive in unknown)} before is "
-                f"unknown ({unknown[0].unknown}). drive_life_used and drive_days_left count what "
-                "is written from now on, as if the drive was new. Install smartmontools, and run "
-                "as a user who may read SMART",
+                f"earlier writes to {', '.join(drive.name for drive in unknown)} are unknown "
+                f"({unknown[0].unknown}). drive_life_used and drive_days_left count writes from "
+                "now on, as if the drive was new. Install smartmontools, and run as a user who may "
+                "read SMART",
             )
         worst = max(drives.values(), key=lambda drive: drive.bytes_written or 0)
         if worst.bytes_written is not None:
             self._written_before = worst.bytes_written
             used = worst.bytes_written / life
             text = (
-                f"{used:.1%} of the rated life of {worst.name} is used: {_terabytes(life)} may be "
-                f"written, and {_terabytes(worst.bytes_written)} were"
+                f"{used:.1%} of the rated life of {worst.name} is used: "
+                f"{_terabytes(worst.bytes_written)} of {_terabytes(life)} are written"
             )
             if used >= _NEARLY_USED:
                 text += (
                     ". Replace it soon, and copy checkpoints to another disk. commit_every= and "
-                    "host_memory= can lower what steps write: by how much is logged when the "
-                    "pace is known"
+                    "host_memory= can make steps write less: the log says how much once the pace "
+                    "is known"
                 )
             self._log(logging.WARNING if used >= _NEARLY_USED else logging.INFO, text)
 
     def life_used(self, nbytes: int) -> float | None:
-        """Return the share of the rated life that is used.
+        """Return the used share of the rated life.
 
         Args:
             nbytes: bytes that this rank has written since the store was opened.
@@ -125,7 +125,7 @@ class Wear:
         return (self._written_before + self._per_drive(nbytes)) / self._life
 
     def days_left(self, nbytes: int, seconds: float) -> float | None:
-        """Return the days that are left at the pace so far; None before the pace is known.
+        """Return the days left at the pace so far; None before the pace is known.
 
         Args:
             nbytes: as in life_used().
@@ -155,7 +155,7 @@ class Wear:
         self._log(logging.WARNING if self._was_warned else logging.INFO, text)
 
     def _savings(self, pages: Sequence[tuple[PageLayout, Tier]], days: float) -> str:
-        """Return the text that says which options write less, and how long drives then last."""
+        """Return text that names options with fewer writes, and the resulting life of drives."""
         every = longer = self._commit_every
         if every is not None:
             longer = 10 if every < 10 else 2 * every
@@ -193,7 +193,7 @@ def bytes_per_step(pages: Sequence[tuple[PageLayout, Tier]], commit_every: int |
 
     Args:
         pages: layout and tier of each page.
-        commit_every: as in TierStore; without commits, None.
+        commit_every: as in TierStore; None without commits.
     """
     step = sum(layout.step_nbytes for layout, tier in pages if tier is Tier.NVME)
     total = sum(layout.nbytes for layout, _ in pages)
@@ -201,7 +201,7 @@ def bytes_per_step(pages: Sequence[tuple[PageLayout, Tier]], commit_every: int |
 
 
 def _drives_of(directory: Path) -> Sequence[Drive]:
-    """Return the drives of a directory, or an unknown one in place of them."""
+    """Return the drives of a directory, or one unknown drive."""
     try:
         if found := drives_below(directory):
             return found
@@ -217,7 +217,7 @@ def _terabytes(nbytes: int) -> str:
 
 
 def _node() -> str:
-    """Return what is the same on all ranks of a node, also in containers, and on no other."""
+    """Return a value that identifies the node of this rank, also in containers."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text()
     return socket.gethostname()

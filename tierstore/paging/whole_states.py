@@ -39,13 +39,13 @@ def agree_to_write(
         table: all groups.
         values: the states to write.
         names: the parameters whose states are replaced.
-        are_current: whether the pages of this rank have these states already.
+        are_current: whether the pages of this rank have these values already.
 
     Returns:
-        Whether the pages of all ranks have them already.
+        Whether the pages of all ranks have these values already.
 
     Raises:
-        ValueError: a state does not fit, or is of a parameter that is not replaced.
+        ValueError: a state does not fit, or belongs to a parameter that is not in ``names``.
         RunMismatchError: the ranks passed different states.
         PeerFailed: a state does not fit on another rank.
     """
@@ -57,7 +57,7 @@ def agree_to_write(
                 raise ValueError(f"there is no parameter {name!r} in this store")
         for name, states in values.items():
             if name not in names:
-                raise ValueError(f"parameter {name!r} has values and is not among the names")
+                raise ValueError(f"parameter {name!r} has values but is not among the names")
             check_states(parameters[name], states)
         written = [f"{state} of {name}" for name in values for state in values[name]]
         return sorted([*names, *written]), are_current
@@ -72,7 +72,7 @@ def _require_same(lists: Sequence[Sequence[str]]) -> None:
         if names != lists[0]:
             found = sorted(set(names) ^ set(lists[0]))
             raise RunMismatchError(
-                f"all ranks must name the same parameters and states; ranks 0 and {rank} "
+                f"all ranks must name the same parameters and states: ranks 0 and {rank} "
                 f"differ in {found[:3]}"
             )
 
@@ -116,7 +116,7 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
 
 
 def _local(parameter: PagedParameter) -> Chunk:
-    """Return all of this rank's tensor as a chunk of it."""
+    """Return this rank's whole tensor as a chunk."""
     sizes = tuple(local_tensor(parameter.tensor).shape)
     return Chunk((0,) * len(sizes), sizes)
 
@@ -129,8 +129,8 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
         name: the parameter.
 
     Returns:
-        State name -> tensor of the state's shape; None if no record holds a whole state,
-        because the parameter has no elements, or more than a record may have, or is encoded.
+        State name -> tensor of the state's shape; None if no record holds a whole state: the
+        parameter has no elements, has more than a record may hold, or is encoded.
     """
     for page in table.pages:
         if name not in page.parameters:
@@ -148,7 +148,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
             page.copy.wait()
         tensors = {}
         for state, _ in readable_states(parameter.spec):
-            if page.buffer is not None:  # A storage of its own, which torch.save() writes alone.
+            if page.buffer is not None:  # A separate storage: torch.save() writes whole storages.
                 tensor = records[state][0].over(page.buffer.memory)
             else:
                 tensor = records[state][0].view(page.memory)
@@ -158,7 +158,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
 
 
 def readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
-    """Return the states that a user reads: without the master if the parameter is its master."""
+    """Return the states that a user reads. A parameter that is its own master has no master."""
     return spec.states if spec.owns_master else spec.all_states
 
 
@@ -168,12 +168,12 @@ def _collect(
     held: Mapping[str, Chunk],
     found: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
-    """Add the states that a page holds.
+    """Add the states in a page to ``found``.
 
     Args:
         table: all subgroups.
         page: the page, held, with the sections of a step.
-        held: name of a parameter -> all of this rank's tensor.
+        held: name of a parameter -> this rank's whole tensor, as a chunk.
         found: name of a parameter -> state name -> tensor of this rank; completed page by page.
     """
     content = table.pager.files.map(page)
@@ -190,7 +190,7 @@ def _collect(
                         assert content is not None
                         found[name][state] = records[0].over(content)
                         continue
-                    # The state is in several pages, or in none yet: there is no file to map.
+                    # The state is in several pages, or was never written: no file can be mapped.
                     if state not in found[name]:
                         found[name][state] = _provide(table, sizes, dtype)
                     place = shard.spec.state_chunk(state, view.local)
@@ -217,7 +217,7 @@ def _complete(
 
 
 def _provide(table: PageTable, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros: in an unnamed file or, without a directory, where the pages are."""
+    """Return zeros in an unnamed file; without a directory, on the device of the pages."""
     page = next((page for page in table.all_pages if not page.is_empty), None)
     if table.usability.has_directory or page is None or page.tier is not Tier.DEVICE:
         return table.pager.files.scratch(shape, dtype)
@@ -232,15 +232,15 @@ def write_pages(
     *,
     keeps_parameters: bool = False,
 ) -> None:
-    """Make pages anew, outside of a step. An error leaves old and new pages.
+    """Rewrite pages outside of a step. An error leaves a mix of old and new pages.
 
     Args:
         table: the pages.
-        fill: fills all states of a page or, with ``names``, those of these parameters.
+        fill: fills the states of a page; with ``names``, only the states of these parameters.
         scalars: updates the scalars of the committer.
         names: the parameters whose pages are read, filled and written; None: all pages are
-            written, and none is read.
-        keeps_parameters: fill() changes no parameter that is a part of its encoded master.
+            written without reading them.
+        keeps_parameters: whether fill() leaves parameters with encoded masters unchanged.
     """
     pages, needed = table.pages, Needed.NOTHING
     if names is not None:
@@ -256,10 +256,10 @@ def write_pages(
     with contextlib.closing(table.pager.stream(pages, needed)) as stream:
         for page in stream:
             view = page.view()
-            if needed is Needed.STEP:  # Other parameters of the page may have been changed.
+            if needed is Needed.STEP:  # The program may have changed other parameters of the page.
                 view.drop_remainders(page.written)
-            # A master that does not fit the parameter is kept until the next use of the page: the
-            # program may load the parameters after it.
+            # Until the next use of the page, keep a master that does not fit the parameter: the
+            # program may load the parameters later.
             encoded = [p for p in page.parameters.values() if MASTER in p.encodings]
             keeps = keeps_parameters and bool(encoded)
             lacks = keeps_parameters and not keeps and table.pager.may_leave_out_parameters(page)
@@ -275,7 +275,7 @@ def write_pages(
     table.replicate()
     for page in pages:
         page.note_parameters()
-        if keeps_parameters:  # As if the parameters were written to.
+        if keeps_parameters:  # Treat the parameters as written to.
             page.versions = dict.fromkeys(page.versions, -1)
             page.takes_parameters = True
 
@@ -299,7 +299,7 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
 
 
 def restore_parameters(table: PageTable) -> None:
-    """Copy the masters in all stored pages to the parameters, on their owners and replicas."""
+    """Copy the masters in all stored pages to the parameters, on owners and replicas."""
     stored = [page for page in table.pages if page.content is not Content.FRESH]
     with contextlib.closing(table.pager.stream(stored, Needed.MASTERS)) as stream:
         for page in stream:

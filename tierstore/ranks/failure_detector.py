@@ -1,12 +1,12 @@
 """Failure detection: the first failure of any rank is published to all ranks.
 
 Ranks communicate through the job's key-value store. Each rank has a listener thread that sleeps
-in the store until it is called; callers never block on a store that does not answer.
+in the store until it is called. Callers never block on a store that does not answer.
 
 | key | content |
 |---|---|
 | call/<rank> | wakes the listener of that rank |
-| here/<rank> | its answer: how long each thread of that rank has waited for other ranks |
+| here/<rank> | the answer of that rank: how long each of its threads has waited for other ranks |
 | failure | the rank that failed and the reason; written once |
 | heard/<rank> | that rank knows the failure |
 | left/<rank> | that rank closed its store and knew of no failure |
@@ -47,11 +47,11 @@ ROLL_CALL_S = 3.0
 # Callers wait at most this long for the key-value store.
 TELL_S = 1.0
 ACCUSE_S = ROLL_CALL_S + TELL_S
-# A thread that returns from a call into torch while the interpreter exits aborts the process, so
-# close() waits for the threads.
+# If a thread returns from a call into torch while the interpreter exits, the process aborts.
+# close() therefore waits for the threads.
 CLOSE_S = 10.0
 POLL_S = 0.02
-# Close to the longest timeout of poll(), which counts milliseconds in an int.
+# Close to the longest timeout of poll(): it counts milliseconds in an int.
 FOREVER = timedelta(days=20)
 
 KEY_VALUE_STORE = "the job's key-value store, which global rank 0 serves unless a launcher does,"
@@ -69,7 +69,7 @@ class FailureDetector:
         store: a key-value store that only the detectors of this job use.
         rank: this rank.
         world_size: number of ranks.
-        host: the rank whose process serves the store; it is blamed if the store is gone.
+        host: the rank whose process serves the store. It is blamed if the store is gone.
         waits: returns thread name -> seconds that the thread has waited for other ranks.
     """
 
@@ -101,7 +101,7 @@ class FailureDetector:
         return None if self._failure is None else PeerFailed(*self._failure)
 
     def report(self, culprit: int, reason: str) -> None:
-        """Publish that a rank failed and why, unless a failure was published before.
+        """Publish the failure of a rank and its reason, unless a failure was published before.
 
         Never raises. Returns within 2 * TELL_S.
         """
@@ -116,13 +116,13 @@ class FailureDetector:
                 self._known.wait(TELL_S)  # This rank must not start another collective.
 
     def connection_lost(self, error: Exception) -> PeerFailed:
-        """Return the error to raise after a connection broke; it blames a rank without answer."""
+        """Return the error to raise after a connection broke. It blames a rank without answer."""
         what = f"rank {self._rank} lost a connection"
 
         def blame(answers: Answers) -> tuple[int, str]:
             absent = [rank for rank in range(self._world_size) if rank not in answers]
             if not absent:
-                return self._rank, f"lost a connection, though all ranks answer: {error}"
+                return self._rank, f"lost a connection, although all ranks answer: {error}"
             left = [rank for rank in absent if self._publishing.check([f"left/{rank}"])]
             gone = [rank for rank in absent if rank not in left]
             if not gone:
@@ -135,8 +135,8 @@ class FailureDetector:
     def timed_out(self, thread: str, timeout_s: float) -> PeerFailed:
         """Return the error to raise after a thread waited too long in a collective.
 
-        It blames a rank that does not answer; else one whose thread of that name is not waiting;
-        else the one whose thread has waited for the shortest time.
+        It blames a rank that does not answer; else a rank whose thread of that name is not waiting;
+        else the rank whose thread has waited for the shortest time.
         """
         what = f"did not come to a collective of the {thread} thread within {timeout_s:g} s"
 
@@ -148,7 +148,7 @@ class FailureDetector:
         return self._accuse(what, blame)
 
     def close(self) -> None:
-        """End all threads, after giving a failure a moment to reach the other ranks."""
+        """End all threads. Before, wait a moment for a failure to reach the other ranks."""
         end = time.monotonic() + (CLOSE_S if self._store_answers else TELL_S)
         if self._store_answers:
             self._start(self._leave)
@@ -250,7 +250,7 @@ class FailureDetector:
 
 
 def clone(store: Store) -> Store:
-    """Return the store with a connection of its own, if it has connections."""
-    # Stores written in Python may have no clone(), and torch's type hints have none.
+    """Return the store with a separate connection, if it has connections."""
+    # Stores written in Python, and torch's type hints, may lack clone().
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
     return store if clone is None else clone()

@@ -1,7 +1,7 @@
 """The ranks of a torch.distributed job: messages between them, and waits for collectives.
 
-Every wait polls the failure detector, so that a rank that failed, died or is stuck raises an
-error that names it on all other ranks and never blocks them.
+Every wait polls the failure detector. If a rank failed, died or is stuck, all other ranks raise an
+error that names this rank, instead of blocking.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ _PAUSE_S_MAX = 5e-3
 # A roll call that takes longer watches the connections to the other ranks.
 _WATCH_S = 0.5
 
-# A gather sends this many bytes, and a second time only if any rank's value needs more.
+# A gather sends this many bytes. It sends a second time only if the value of a rank needs more.
 FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
-# A thread that still calls torch should not return from it while the interpreter exits.
+# A thread should not return from a call into torch while the interpreter exits.
 _WORKER_END_S = 2.0
 
 
 class ProcessGroupRanks(Ranks):
-    """The ranks of a process group of torch.distributed. All of them open and close it together.
+    """The ranks of a process group of torch.distributed. All ranks open and close it together.
 
     Args:
-        group: the process group; None is the default one. Nothing is ever sent over it.
-        timeout_s: seconds that a rank may let others wait, in a roll call or in one collective.
+        group: the process group; None is the default group. Nothing is ever sent over it.
+        timeout_s: seconds that other ranks wait for a rank, in a roll call or in one collective.
 
     Attributes:
         rank: this rank, within the group.
         world_size: number of ranks of the group.
         global_ranks: rank of the group -> its rank in the default group.
-        commits: the channel of the commit thread; the other methods are for the training thread.
+        commits: the channel of the commit thread. The other methods are for the training thread.
         torch_timeout: how long torch lets a collective wait.
 
     Raises:
         ValueError: torch.distributed is not initialized, or the group lacks this process.
-        RollCallError: another rank did not open the store in time. It may be opened again.
+        RollCallError: another rank did not open the store in time. You may open it again.
         PeerFailed: another rank failed.
     """
 
@@ -95,12 +95,12 @@ class ProcessGroupRanks(Ranks):
         self._is_world = self.world_size == dist.get_world_size()
         self._pid = os.getpid()
         self._timeout_s = timeout_s
-        # A message may arrive one timeout early and then be waited for a full timeout.
+        # A message may arrive one timeout early, and then wait for a full timeout.
         self.torch_timeout = timedelta(seconds=2 * timeout_s + 10)
         self._waiting_since: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._host = self.global_ranks.index(0) if 0 in self.global_ranks else self.rank
-        # Calls into torch, which cannot be interrupted, are made one after another in a thread.
+        # Calls into torch cannot be interrupted. A thread makes them, one at a time.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="tierstore-ranks", daemon=True)
         start_thread(self._worker)
@@ -143,7 +143,7 @@ class ProcessGroupRanks(Ranks):
         self._require_open()
         self.check()  # A failed rank must not seem to go on.
         interrupted = Latch()
-        # A rank that is stuck in the collective before is found first, and named to all ranks.
+        # A rank that is stuck in the previous collective is found first and reported to all ranks.
         timeout_s = self._timeout_s + ACCUSE_S
 
         def take_part() -> None:
@@ -160,13 +160,13 @@ class ProcessGroupRanks(Ranks):
 
         came = self._submit(take_part)
         try:
-            # The roll call ends itself, if the key-value store answers.
+            # If the key-value store answers, the roll call ends by itself.
             self._poll(is_done, "training", timeout_s=timeout_s + ACCUSE_S)
         except Exception:
             raise
         except BaseException as error:
             interrupted.set()
-            if not _was_refused(came):  # The other ranks wait for this rank now.
+            if not _was_refused(came):  # The other ranks now wait for this rank.
                 self.fail(error)
             raise
         try:
@@ -192,9 +192,9 @@ class ProcessGroupRanks(Ranks):
 
     @override
     def wait(self, work: dist.Work, thread: str = "training") -> None:
-        # Work on a device is done when it is on its stream: the next work of the current stream
-        # follows it. A callback of the future would come in a thread of gloo, which must not call
-        # Python while the process exits.
+        # Work on a device counts as done when it is on its stream: later work of the current
+        # stream follows it. A callback of the future would run in a thread of gloo. Such a thread
+        # must not call Python while the process exits.
         self._wait_until(work.get_future().done, thread)
         self.end_collective(work)
 
@@ -202,7 +202,7 @@ class ProcessGroupRanks(Ranks):
     def new_group(
         self, ranks: Sequence[int], *, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        # torch names a group that only some ranks of the job make by the number of its groups.
+        # torch names a group made by only some ranks of the job after the number of its groups.
         known = None if self._is_world else len(distributed_c10d._world.pg_names)
         asked = self._training.gather((list(ranks), known if self.rank in ranks else None))
         if len({str(members) for members, _ in asked}) > 1:
@@ -210,8 +210,8 @@ class ProcessGroupRanks(Ranks):
         counts = [asked[rank][1] for rank in ranks]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"ranks {list(ranks)} are in {counts} process groups, and torch makes no group "
-                "of them unless these are equal: open the store on the default group instead"
+                f"ranks {list(ranks)} are in {counts} process groups, but torch makes a group of "
+                "them only if these numbers are equal: open the store on the default group instead"
             )
         group: dist.ProcessGroup = self._connect(
             lambda: dist.new_group(
@@ -238,10 +238,10 @@ class ProcessGroupRanks(Ranks):
             if self._failures.failure:
                 group.abort()
             break_connections(group)
-            # If torch counts groups, the next group would have the name of this one, and look for
-            # its connections.
+            # If torch names groups by their number, the next group would get the name of this
+            # group and look for its connections.
             if self._is_world:
-                with contextlib.suppress(ValueError):  # The process destroyed all groups before.
+                with contextlib.suppress(ValueError):  # The process has destroyed all groups.
                     dist.destroy_process_group(group)
         self._groups.clear()
         self._roll_calls.closing = True
@@ -261,11 +261,11 @@ class ProcessGroupRanks(Ranks):
         has_met = False
 
         def awaits_this_rank(rank: int) -> bool:
-            # Reads the key, or gets the expected value back: get() would wait for a key that is
-            # deleted in between.
+            # compare_set() reads the key, or returns the expected value if the key is absent.
+            # get() would wait if the key was deleted in between.
             text = opening.compare_set(str(self.global_ranks[rank]), "null", "null")
             opened = json.loads(text)
-            # A rank that opens the same store is on its way to this meeting.
+            # A rank that opens the same store will come to this meeting.
             return opened is not None and me in opened and (has_met or opened != ours)
 
         interrupted = Latch()
@@ -322,7 +322,7 @@ class ProcessGroupRanks(Ranks):
             raise failure
 
     def _connect(self, connect: Callable[[], T]) -> T:
-        """Make a call into torch that cannot be interrupted, with the timeout of a collective."""
+        """Run an uninterruptible call into torch, with the timeout of a collective."""
         result = self._submit(connect)
         self._wait_until(lambda: result.is_set, "training")
         try:
@@ -346,7 +346,7 @@ class ProcessGroupRanks(Ranks):
             self._poll(is_done, thread, timeout_s=self._timeout_s)
         except Exception:
             raise
-        except BaseException as error:  # The other ranks may finish this collective alone.
+        except BaseException as error:  # The other ranks may finish this collective without it.
             self.fail(error)
             raise
 
@@ -374,8 +374,8 @@ class _Channel(Peers):
     """A gloo group for one thread of each rank; see Peers. Made by all ranks.
 
     Args:
-        ranks: the ranks, which end a wait if one of them failed.
-        thread: name of the thread in errors; its other channels have other names.
+        ranks: the ranks. They end a wait if one of them failed.
+        thread: name of the thread in errors; unique among the channels of a rank.
         store: a key-value store for the channels of these ranks.
     """
 
@@ -383,7 +383,7 @@ class _Channel(Peers):
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self._ranks = ranks
         self._thread = thread
-        # Not dist.new_group(), whose names depend on which other groups this process is in.
+        # Not dist.new_group(): its names depend on the other groups of this process.
         # Any, because torch's type hints lack the collectives.
         self._group: Any = dist.ProcessGroupGloo(
             PrefixStore(thread, store), self.rank, self.world_size, ranks.torch_timeout
@@ -404,8 +404,8 @@ class _Channel(Peers):
     def watch(self) -> None:
         """Raise PeerFailed if the connection to a rank broke; never block.
 
-        Only a collective that waits notices a broken connection. This one ends when all ranks
-        have watched, and the next call begins another.
+        Only a waiting collective detects a broken connection. The collective of watch() ends when
+        all ranks have watched, and the next call begins another one.
         """
         if self._watch is None:
             own = torch.zeros(1)
@@ -418,7 +418,7 @@ class _Channel(Peers):
             self._ranks.end_collective(watch)
 
     def close(self) -> None:
-        """End the group, also if a collective waits for ranks that will never come."""
+        """End the group, even if a collective waits for ranks that will never come."""
         group, self._group = self._group, None
         break_connections(group)
 
@@ -428,22 +428,22 @@ class _Channel(Peers):
             raise StoreClosedError("the ranks were closed: make others")
         own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)  # (nbytes,)
         everyone = torch.empty(self.world_size, nbytes, dtype=torch.uint8, device="cpu")
-        self._ranks.check()  # A failed rank must not seem to go on.
+        self._ranks.check()  # A failed rank must not appear to continue.
         self._ranks.wait(group.allgather([list(everyone)], [own]), self._thread)
         return [memoryview(row.numpy()) for row in everyone]
 
 
 def _was_refused(roll_call: Result[Any]) -> bool:
-    """Return whether a roll call that is being left was refused on all ranks."""
+    """Return whether a roll call that this rank leaves was refused on all ranks."""
     return roll_call.wait(TELL_S) and isinstance(roll_call.error, RollCallError)
 
 
 def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ranks:
-    """Return the ranks of the job that a store is opened in.
+    """Return the ranks of the job that opens a store.
 
     Args:
-        group: the process group; None is the default group, or this process alone where
-            torch.distributed is not initialized. ``Ranks`` are returned as they are.
+        group: the process group; None is the default group, or this process alone if
+            torch.distributed is not initialized. ``Ranks`` are returned unchanged.
         timeout_s: see ProcessGroupRanks.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -452,8 +452,8 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ra
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched != "1":
             logger.warning(
-                "WORLD_SIZE is %s, but there is no process group: each process opens a store of "
-                "its own. For one store, call torch.distributed.init_process_group() before "
+                "WORLD_SIZE is %s, but torch.distributed is not initialized: each process opens "
+                "its own store. For one store, call torch.distributed.init_process_group() before "
                 "TierStore()",
                 launched,
             )
@@ -465,8 +465,8 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ra
 
 def break_connections(group: Any) -> None:
     """End the collectives that wait in a gloo group, so that the group can be freed."""
-    # Gloo has no abort(), but a wait that times out breaks all connections of its group. A wait
-    # for a rank whose connection is broken already raises at once and breaks no other connection.
+    # Gloo has no abort(), but a wait that times out breaks all connections of its group. A wait for
+    # a rank with a broken connection raises at once and breaks no other connection.
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):

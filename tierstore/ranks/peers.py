@@ -1,4 +1,4 @@
-"""The interface of a store to the ranks of a job, a lone process, and agreements of ranks."""
+"""The interface of a store to the ranks of a job, a single process, and agreements of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Peers(Protocol):
     """All ranks of a job, seen from one rank. All ranks make the same calls in the same order."""
 
     rank: int
-    """This rank, from 0 on."""
+    """This rank, counted from 0."""
 
     world_size: int
     """Number of ranks."""
@@ -33,7 +33,7 @@ class Peers(Protocol):
 class Ranks(Peers, Protocol):
     """The ranks of a job that trains one model, seen from the training thread of one rank.
 
-    A torch.distributed job, a lone process and a simulated job implement it. Every parameter is
+    A torch.distributed job, a single process and a simulated job implement it. Every parameter is
     replicated or sharded over the ranks.
     """
 
@@ -44,7 +44,7 @@ class Ranks(Peers, Protocol):
     """The same ranks, for the thread that commits."""
 
     def roll_call(self, call: str) -> None:
-        """Return when all ranks make the same call, before the first collective of the call.
+        """Block until all ranks make the same call. Called before the call's first collective.
 
         Args:
             call: names the call in errors, such as "state_dict()".
@@ -106,7 +106,7 @@ class Ranks(Peers, Protocol):
 
 
 class Alone(Ranks):
-    """The only rank of a lone process. Messages to other ranks have no recipient."""
+    """The only rank of a single process. Messages to other ranks have no recipient."""
 
     rank = 0
     world_size = 1
@@ -154,7 +154,7 @@ def agree(peers: Peers, call: str, act: Callable[[], T]) -> list[T]:
         act: called on this rank. Its value must be plain.
 
     Raises:
-        Exception: what ``act`` raised here.
+        Exception: the error that ``act`` raised here.
         PeerFailed: ``act`` raised on another rank only, or another rank makes another call.
     """
     values, _ = _meet(peers, call, act, send=lambda value: value)
@@ -171,7 +171,7 @@ def together(peers: Peers, call: str, act: Callable[[], T]) -> T:
 
 
 def on_rank_0(peers: Peers, call: str, act: Callable[[], T]) -> T:
-    """Call a function on rank 0 alone; return its value on every rank, or raise on all ranks."""
+    """Call a function on rank 0 only; return its value on every rank, or raise on all ranks."""
     values = agree(peers, call, act if peers.rank == 0 else lambda: None)
     return cast(T, values[0])
 
@@ -189,7 +189,7 @@ def _meet(
     try:
         outcomes = peers.gather((call, sent, reason))
     except PeerFailed as peer_failed:
-        raise peer_failed from failure  # The local error may be the cause, or follow from it.
+        raise peer_failed from failure  # The local error may be the cause or the consequence.
     if failure is not None:
         raise failure
     for rank, outcome in enumerate(outcomes):

@@ -1,25 +1,25 @@
 """Roll calls: all ranks begin the same call of a store, or no rank begins it.
 
-``Calls`` calls the roll at most once for each call of the program.
+``Calls`` makes at most one roll call for each call of the program.
 
-A rank cannot leave a collective that others do not enter, but it can leave a roll call. All ranks
-announce a call in the key-value store of the job before any of them enters a collective.
+A rank cannot leave a collective that other ranks do not enter, but it can leave a roll call. All
+ranks announce a call in the key-value store of the job before a rank enters a collective.
 
 | key | content |
 |---|---|
 | at/<rank> | number of the last roll call that the rank came to |
 | <n>/came/<call> | how many ranks came to roll call n with this call |
 | <n>/first | the first rank that came to roll call n, and its call |
-| <n>/outcome | [null, []]: all ranks begin the call; [reason, absent]: none does. Written once |
+| <n>/outcome | [null, []]: all ranks begin the call; [reason, absent]: no rank does. Written once |
 
 Example: ranks 0 and 1 of 3 call state_dict(), and rank 2 computes.
 
-1. Rank 0 adds 1 to "7/came/state_dict()" and gets 1 back, so it writes "7/first" and looks for
-   absent ranks from time to time. Rank 1 gets 2 back. Both wait for "7/outcome".
+1. Rank 0 adds 1 to "7/came/state_dict()" and gets 1 back. It therefore writes "7/first" and
+   periodically looks for absent ranks. Rank 1 gets 2 back. Both wait for "7/outcome".
 2. After WARN_S rank 0 logs that rank 2 is absent: "at/2" is 6.
 3. After the timeout rank 0 writes ["rank 2 did not call state_dict() ...", [2]] to "7/outcome".
    Ranks 0 and 1 raise RollCallError. If rank 2 had come just before, it would have got 3 back and
-   written [null, []]; the first value stays.
+   written [null, []]. The value that is written first stays.
 4. Rank 2 comes to roll call 7 later, finds that it was absent, and goes to roll call 8.
 """
 
@@ -40,16 +40,16 @@ from tierstore.threads import Latch
 logger = logging.getLogger("tierstore")
 
 WARN_S = 5.0
-# The first look for absent ranks; each further look comes after twice the time.
+# Time of the first look for absent ranks. The time to each further look doubles.
 _LOOK_S = WARN_S / 4
 
 # A rank asks for the outcome again after this fraction of the time that it has waited. All ranks
-# together ask at most 100,000 times per second, which one process answers.
+# together ask at most 100,000 times per second. One process can answer that many requests.
 _PAUSE_PER_WAITED = 1 / 8
 _PAUSE_S_PER_RANK = 10e-6
 _PAUSE_S_MAX = 0.05
 
-# Why no rank begins the call, or None if all do; the ranks that had not come.
+# The reason why no rank begins the call, or None if all ranks begin it; the absent ranks.
 Outcome = tuple[str | None, list[int]]
 
 
@@ -60,11 +60,11 @@ class RollCalls:
         store: a key-value store for the roll calls of these ranks.
         rank: this rank.
         world_size: number of ranks.
-        awaits_this_rank: returns True if a rank opens a store together with this rank, and so
-            cannot come before this rank does.
+        awaits_this_rank: returns True if a rank opens a store together with this rank. That rank
+            cannot come before this rank opens the store.
 
     Attributes:
-        closing: set it to end a roll call that waits, when the store is closed.
+        closing: set when the store is closed. It ends a waiting roll call.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class RollCalls:
         self._unused: list[str] = []
 
     def take_part(self, call: str, *, timeout_s: float, interrupted: Latch) -> bool:
-        """Announce a call, and return when all ranks announced it.
+        """Announce a call; return when all ranks have announced it.
 
         Args:
             call: names the call, such as "state_dict()".
-            timeout_s: seconds after which a call that a rank does not make is refused.
+            timeout_s: seconds to wait for all ranks. Then the call is refused.
             interrupted: set it to leave the roll call, unless all ranks came.
 
         Returns:
-            False if the roll call ended before this rank came: the next one counts.
+            False if the roll call ended before this rank came. Take part in the next one.
 
         Raises:
             RollCallError: no rank begins the call.
@@ -118,7 +118,7 @@ class RollCalls:
             call, is_first=came == 1, timeout_s=timeout_s, interrupted=interrupted
         )
         self._number += 1
-        # All ranks came to this roll call, so no rank reads the keys of the one before.
+        # All ranks came to this roll call, so no rank still reads the keys of the previous one.
         self._unused = self._newest if reason is None and came == self._world_size else []
         self._newest = keys if reason is None else []
         if reason is not None and self._rank not in absent:
@@ -126,7 +126,7 @@ class RollCalls:
         return reason is None
 
     def remove_keys(self) -> None:
-        """Remove the keys that no rank reads any more."""
+        """Remove the keys that no rank still reads."""
         for key in self._unused:
             self._store.delete_key(key)
         self._unused = []
@@ -158,7 +158,7 @@ class RollCalls:
         return outcome
 
     def _look(self, call: str, *, warns: bool) -> None:
-        """Look for ranks that are absent, refuse a call that they cannot come to, and warn."""
+        """Look for absent ranks. Refuse a call to which they cannot come; else warn."""
         absent = self._absent()
         for rank in absent:
             if self._awaits_this_rank(rank):
@@ -171,7 +171,7 @@ class RollCalls:
             )
 
     def _absent(self) -> list[int]:
-        """Return the ranks that did not come to this roll call yet."""
+        """Return the ranks that have not come to this roll call."""
         keys = {rank: f"at/{rank}" for rank in range(self._world_size)}
         return [
             rank
@@ -180,7 +180,7 @@ class RollCalls:
         ]
 
     def _settle(self, reason: str | None, absent: Sequence[int] = ()) -> Outcome:
-        """Write the outcome, unless another rank did before; return what was written first."""
+        """Write the outcome, unless another rank wrote it before; return the first one written."""
         text = json.dumps([reason, list(absent)])
         outcome: Outcome = json.loads(self._store.compare_set(f"{self._number}/outcome", "", text))
         return outcome
@@ -192,7 +192,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class Calls:
-    """Names the call that the program makes now, and calls the roll before it needs other ranks.
+    """Names the current call of the program, and makes a roll call before it needs other ranks.
 
     Args:
         ranks: all ranks.
@@ -200,12 +200,12 @@ class Calls:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._current: str | None = None  # The call that the program makes now.
+        self._current: str | None = None  # The current call of the program.
         self._all_came = False
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Name the call that is made in the block, unless the block is within another one.
+        """Name the call of the block, unless the block is within the block of another call.
 
         Args:
             name: the name, as it appears in errors, such as "state_dict()".
@@ -221,7 +221,7 @@ class Calls:
 
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Call the roll of all ranks before the block, unless the current call did."""
+        """Make a roll call of all ranks before the block, unless the current call has made one."""
         with self.named(name):
             assert self._current is not None
             if not self._all_came:

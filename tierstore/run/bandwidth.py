@@ -26,8 +26,8 @@ _SECONDS_MAX = 0.3  # After this time in each direction, no more transfers are s
 def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[float]:
     """Return the bytes per second of each directory while all directories are busy.
 
-    A step reads and writes each page, so the bandwidth is the bytes of both directions over the
-    time of both. At most 64 MiB are written to each directory, and removed.
+    A step reads and writes each page. The bandwidth is therefore the bytes of both directions
+    divided by their time. At most 64 MiB are written to each directory, and then removed.
 
     Raises:
         RunDirectoryError: a directory is full.

@@ -1,6 +1,6 @@
 """Checksums of blocks, bound to run, page, offset and step.
 
-They also detect a lost or misdirected write, which leaves a valid block of another offset or step.
+They also detect lost and misdirected writes: these leave a valid block of another offset or step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHECKSUM_BYTES = 8
 
 
 def block_hash(*, run_id: str, page: int, offset: int, step: int) -> xxhash.xxh3_64:
-    """Return the 64-bit XXH3 of a block, seeded with run, page, offset and step, to update."""
+    """Return a 64-bit XXH3, seeded with run, page, offset and step, to update with the block."""
     identity = run_id.encode() + struct.pack("<QQQ", page, offset, step)
     return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(identity))
 

@@ -16,7 +16,7 @@ from tierstore.storage.base import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedPage:
-    """A page that a commit has."""
+    """A page in a commit."""
 
     run_id: str
     number: int
@@ -24,11 +24,11 @@ class CommittedPage:
     layout: PageLayout
 
     def block_fault(self, index: int, pieces: Iterable[memoryview]) -> str | None:
-        """Return the fault of a block, in words; None if it is as written.
+        """Return text for the fault of a block; None if the block is as written.
 
         Args:
             index: index of the block in ``layout.blocks``.
-            pieces: the content of the block in order; each piece is used before the next one.
+            pieces: the content of the block in order. Each piece is used before the next is taken.
         """
         block, step = self.layout.blocks[index], self.entry.step
         found = block_hash(run_id=self.run_id, page=self.number, offset=block.offset, step=step)
@@ -77,11 +77,11 @@ class Commit:
         """Return the pages in order.
 
         Args:
-            layouts: the layouts of all pages; laid out here if empty, which takes time.
+            layouts: the layouts of all pages. If empty, they are computed here, which takes time.
 
         Raises:
-            CorruptionError: a page has another number of checksums than blocks, or its records
-                have other places than when it was written.
+            CorruptionError: the number of checksums of a page differs from its number of blocks, or
+                its records are at other places than when the page was written.
         """
         layouts = layouts or self.layout.lay_out()
         pages = [

@@ -1,8 +1,8 @@
-"""The committer: makes one step after the other durable, in the background.
+"""The committer: makes steps durable in the background, one at a time.
 
-A commit writes and flushes pages, and the layout file if it is new, then puts the manifest under a
-temporary name, renames it, and syncs the directory. Until that is durable, a restart finds the
-previous commit, whose pages are intact: a step writes to the other slot of each page.
+A commit writes and flushes pages, and the layout file if it is new. It then writes the manifest
+under a temporary name, renames it, and syncs the directory. Until then a restart finds the previous
+commit. The pages of that commit are intact, because a step writes to the other slot of each page.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def write_durably(storage: Storage, name: str, data: bytes) -> None:
 
 
 def mark_dirty(storage: Storage, revision: Revision) -> None:
-    """Note durably that the only slot of a page of this commit is being overwritten."""
+    """Durably mark that the only slot of a page of this commit is being overwritten."""
     mark = {"overwriting": manifest_name(revision)}
     write_durably(storage, DIRTY_NAME, json.dumps(mark).encode())
 
 
 def read_mark(data: bytes, field: str) -> Revision | None:
-    """Return the commit that a mark names in its only field; None if the mark is damaged."""
+    """Return the commit that the single field of a mark names; None if the mark is damaged."""
     try:
         return manifest_revision(parse_json(data)[field])
     except (ValueError, LookupError, TypeError):
@@ -63,22 +63,22 @@ def read_mark(data: bytes, field: str) -> Revision | None:
 
 
 def find_mark(storage: Storage, name: str, field: str) -> Revision | None:
-    """Return the commit that the mark of this name has; None if the mark is absent or damaged."""
+    """Return the commit in the mark of this name; None if the mark is absent or damaged."""
     if name not in storage.list():
         return None
     try:
         return read_mark(storage.get(name), field)
-    except CorruptionError:  # More bytes than are read at once.
+    except CorruptionError:  # The file is larger than any mark.
         return None
 
 
 def clear_dirty(storage: Storage) -> None:
-    """Remove the mark after a newer commit is durable. A crash may restore the mark, now stale."""
+    """Remove the mark after a newer commit is durable. A crash may restore the stale mark."""
     storage.unlink(DIRTY_NAME)
 
 
 def mark_clean(storage: Storage, revision: Revision) -> None:
-    """Note durably that the run was closed after a commit, and that nothing is in flight."""
+    """Durably mark that the run was closed after a commit with nothing in flight."""
     mark = {"committed": manifest_name(revision)}
     write_durably(storage, CLEAN_NAME, json.dumps(mark).encode())
 
@@ -97,7 +97,7 @@ class Progress:
         self.changed = False
         """True if pages were changed since the last commit was begun."""
         self.groups_written = 0
-        """Number of groups with pages; commits leave out groups that were attached later."""
+        """Number of groups with pages. Commits leave out groups that were attached later."""
 
     @property
     def is_due(self) -> bool:
@@ -106,12 +106,12 @@ class Progress:
 
     @property
     def makes_commits(self) -> bool:
-        """True if there is a directory, and so commits."""
+        """True if the store has a directory and therefore makes commits."""
         return False
 
     @property
     def adds_parameters(self) -> bool:
-        """True if a commit writes the values of parameters that steps did not write."""
+        """True if a commit writes the parameter values that steps did not write."""
         return False
 
     @property
@@ -121,20 +121,20 @@ class Progress:
 
     @property
     def has_states(self) -> bool:
-        """True if the next commit of this step has the states that were given to keep_states()."""
+        """True if keep_states() was called for this step. The next commit then has these states."""
         return False
 
     @property
     def keeps_commit(self) -> bool:
-        """True if a step leaves a commit intact that restore() can go back to."""
+        """True if a step leaves a commit intact for restore()."""
         return False
 
     def note_written(self, groups: int) -> None:
-        """Note that pages were changed, and that the first ``groups`` groups have pages."""
+        """Note that pages were changed and that the first ``groups`` groups have pages."""
         self.changed, self.groups_written = True, groups
 
     def claim_slot(self, page: int) -> str:
-        """Not called: without a directory no page is written."""
+        """Never called: without a directory no page is written."""
         raise AssertionError(f"page {page} has no file")
 
     def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
@@ -147,19 +147,19 @@ class Progress:
 class Committer(Progress):
     """The commits of one rank: the last durable one, the one in flight, and the next one.
 
-    Commits are made one at a time on a thread. Each rank commits its files and then tells the
-    other ranks; no rank overwrites a page before all ranks have committed.
+    A thread makes commits one at a time. Each rank commits its files and then tells the other
+    ranks. No rank overwrites a page before all ranks have committed.
 
-    A shared file, for example of a published checkpoint, is never written again: a spare file,
-    allocated ahead, takes its name.
+    A shared file, for example of a published checkpoint, is never written again. A spare file that
+    was allocated ahead takes its name.
 
     Args:
         storage: the rank's files.
-        peers: all ranks; they agree on each commit.
+        peers: all ranks. They agree on each commit.
         identity: the run.
-        commit_every: steps from one commit to the next. None: no commit is ever due, and each
-            page has one slot instead of two, so that a step overwrites the pages of the last
-            commit, under a dirty mark.
+        commit_every: steps from one commit to the next. None: no commit is ever due, and each page
+            has one slot instead of two. A step then overwrites the pages of the last commit, under
+            a dirty mark.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Committer(Progress):
         super().__init__()
         self.identity = identity
         self.rewound_step: int | None = None
-        """The step that this process has rewound to."""
+        """The step to which this process has rewound."""
         """The run."""
         self.committed: Manifest | None = None
         """The newest durable commit."""
@@ -177,21 +177,21 @@ class Committer(Progress):
         self._peers = peers
         self._commit_every = commit_every
         self._thread = Threads(1, "tierstore-commit")
-        self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
+        self._layout: RankLayout | None = None  # The layout of the last begun commit.
         self._layout_data = b""
         self.is_clean = True
-        """True if no page was written since the run was closed, or since all page files were made
-        that the commit does not name."""
+        """True if no page was written since the run was closed, or since all page files that the
+        commit does not name were replaced by new files."""
         self.marks_clean_end = False
         """True if close() marks the run as closed with nothing in flight."""
 
     def begin_attempt(self, manifest: Manifest | None) -> None:
-        """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
+        """Begin a new attempt after a commit that recovery has found. All ranks call this."""
         # decisions: Attempts make a barrier unnecessary.
         self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
         self.committed = self._begun = manifest
         self._epoch = 0 if manifest is None else manifest.epoch
-        # A step, and what was registered for it; no step at first.
+        # A step and the states of registered objects at that step. At first no step.
         self._asked: tuple[int, dict[str, Any]] = (-1, {})
         self._needed = {} if manifest is None else manifest.entries
         self._durable_layout = ""  # Digest of the layout that this attempt has written.
@@ -204,13 +204,13 @@ class Committer(Progress):
     def restore(
         self, manifest: Manifest, groups: Sequence[PagedGroup], renamed: Mapping[str, str]
     ) -> None:
-        """Go back to a commit, and give the groups their hyperparameters. All ranks call this.
+        """Go back to a commit and set the hyperparameters of the groups. All ranks call this.
 
         Args:
             manifest: the commit.
             groups: the groups of the commit.
-            renamed: parameter name -> its name in the commit, if another. The step is then
-                committed again under the present names.
+            renamed: parameter name -> its name in the commit, if the names differ. The step is
+                then committed again under the new names.
         """
         self.begin_attempt(manifest)
         for group, saved in zip(groups, manifest.hyperparameters, strict=True):
@@ -222,7 +222,7 @@ class Committer(Progress):
         self.changed = bool(renamed)
 
     def begin_epoch(self, manifest: Manifest) -> None:
-        """Let the next commit come after a commit, whatever its step is. All ranks call this."""
+        """Order the next commit after ``manifest``, even if its step is smaller. All ranks call."""
         self.begin_attempt(manifest)
         # decisions: A commit is ordered by epoch, then by step.
         self._epoch += 1
@@ -240,7 +240,7 @@ class Committer(Progress):
 
     @property
     def begun_step(self) -> int:
-        """The step of the last commit that was begun, or 0."""
+        """The step of the last begun commit, or 0."""
         return self._begun.step if self._begun else 0
 
     @property
@@ -265,7 +265,7 @@ class Committer(Progress):
 
     @property
     def is_up_to_date(self) -> bool:
-        """True if the last commit that was begun has all changes, also of states that are kept."""
+        """True if the last begun commit has all changes, including kept states."""
         if self.changed:
             return False
         if self._begun is None or not self.has_states:
@@ -274,7 +274,7 @@ class Committer(Progress):
 
     @property
     def lost_commit(self) -> bool:
-        """True if a restart finds no step: there is no commit, or its only slots are replaced."""
+        """True if a restart finds no step: no commit exists, or its only slots are replaced."""
         return self._begun is None or (self._commit_every is None and self._dirty)
 
     @property
@@ -287,7 +287,7 @@ class Committer(Progress):
         """True if commit() begins a commit: the step is due, or has changed since its commit."""
         if self.was_begun:
             return not self.is_up_to_date
-        return self.is_due or (self.changed and not self.step)  # Or the initial values of a run.
+        return self.is_due or (self.changed and not self.step)  # Step 0: initial values of a run.
 
     @property
     @override
@@ -298,16 +298,16 @@ class Committer(Progress):
 
     @override
     def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
-        """Allocate the files of pages, so that a full disk fails before a step.
+        """Allocate the files of pages. A full disk then fails before a step.
 
-        In an attempt that did not begin clean, files that the commit does not name are made anew.
-        All ranks have gone back to the commit then.
+        If the attempt did not begin clean, new files replace the files that the commit does not
+        name. All ranks have then gone back to the commit.
 
         Args:
             layouts: page number -> layout of the page.
 
         Raises:
-            StorageError: the disk is full, say. The files of the commit are as they were.
+            StorageError: for example, the disk is full. The files of the commit are unchanged.
         """
         # decisions: Page files are made anew after an end that was not clean.
         if self._replaces_files:
@@ -321,7 +321,7 @@ class Committer(Progress):
         except StorageError as error:
             nbytes = sum(map(self.storage.size, shared))
             error.add_note(
-                f"{len(shared)} page files are shared with checkpoints, and need as many others of "
+                f"{len(shared)} page files are shared with checkpoints and need new files of "
                 f"{format_bytes(nbytes)} in {self.storage.location}: free that much, or remove the "
                 f"checkpoints. No new file was kept; step {self.committed_step} is committed and "
                 "intact."
@@ -332,7 +332,7 @@ class Committer(Progress):
     def claim_slot(self, page: int) -> str:
         """Return the slot of a page that may be overwritten now, and remember to flush it.
 
-        Blocks until the last commit that was begun is durable. Until then a crash may need
+        Blocks until the last begun commit is durable. Until then a restart after a crash may need
         either slot. Example, for a page that every step writes:
 
             step  slot  needed by
@@ -349,15 +349,15 @@ class Committer(Progress):
         needed = self._needed[page].slot if page in self._needed else None
         slot = "b" if needed == "a" and "b" in self.slots else "a"
         name = page_file(page, slot)
-        # Asked before each write: a checkpoint may have been published, or removed, meanwhile.
+        # Check before each write: a checkpoint may have been published or removed meanwhile.
         if self.storage.is_shared(name):
             self.provide_spares([name])
         if slot == needed and not self._dirty:
             assert self.committed is not None
             mark_dirty(self.storage, self.committed.revision)
             self._dirty = True
-        # Even if the file is not shared any more: a reader of a removed checkpoint may still have
-        # it open.
+        # Use the spare even if the file is no longer shared: a reader of a removed checkpoint may
+        # still have the file open.
         if name in self._spares:
             self._renamed = True
             self.storage.rename(spare_file(name), name)
@@ -366,17 +366,17 @@ class Committer(Progress):
         return slot
 
     def provide_spares(self, names: Iterable[str]) -> None:
-        """Allocate spare files for page files that have none, for all or for none.
+        """Allocate the missing spare files of these page files: all of them, or none.
 
         Raises:
-            StorageError: the disk is full, say. Nothing was changed.
+            StorageError: for example, the disk is full. Nothing was changed.
         """
         sizes = {name: self.storage.size(name) for name in names if name not in self._spares}
         create_all(self.storage, {spare_file(name): nbytes for name, nbytes in sizes.items()})
         self._spares.update(sizes)
 
     def drop_spares(self) -> None:
-        """Remove the spare files of page files that are not shared any more."""
+        """Remove the spare files of page files that are no longer shared."""
         for name in list(self._spares):
             if not self.storage.is_shared(name):
                 self.storage.unlink(spare_file(name))
@@ -389,13 +389,13 @@ class Committer(Progress):
     # -- A commit.
 
     def keep_states(self, states: dict[str, Any]) -> None:
-        """Keep the states of what is registered for the commits of this step."""
+        """Keep the states of registered objects for the commits of this step."""
         self._asked = (self.step, states)
 
     def layout(
         self, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]
     ) -> RankLayout:
-        """Return the layout that commits have now.
+        """Return the layout for commits from now on.
 
         Args:
             groups: the specs of all groups; groups without pages are left out.
@@ -405,7 +405,7 @@ class Committer(Progress):
             count = self.groups_written
             written = [page for page in pages if page.subgroup.group < count]
             layout = RankLayout.from_pages(groups[:count], written)
-            # Together: an interrupt of to_bytes() leaves both as they were.
+            # Assign both together: an interrupt of to_bytes() then leaves both unchanged.
             self._layout, self._layout_data = layout, layout.to_bytes()
         return self._layout
 
@@ -415,16 +415,16 @@ class Committer(Progress):
         groups: Sequence[PagedGroup],
         pages: Sequence[PageEntry | None],
     ) -> Manifest:
-        """Return the manifest of this step: a copy of everything that later steps will change.
+        """Return the manifest of this step. It copies everything that later steps change.
 
         Args:
-            layout: the layout that commits have now.
+            layout: the current result of layout().
             groups: all groups; groups without pages are left out.
-            pages: content of the file of each page, in order; pages of groups that are left out
-                may have none.
+            pages: content of the file of each page, in order. None is allowed for pages of groups
+                that are left out.
 
         Raises:
-            TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
+            TypeError, ValueError: a commit cannot hold a hyperparameter or a scalar.
         """
         assert self.has_states, "what is registered is asked before each commit"
         entries = [entry for entry in pages[: len(layout.subgroups)] if entry is not None]
@@ -456,7 +456,7 @@ class Committer(Progress):
         """Start to make a step durable, after the commit in flight.
 
         Args:
-            manifest: the step; the caller changes nothing in it any more.
+            manifest: the step. The caller no longer changes it.
             writes: writes of pages that may not have ended.
 
         Raises:
@@ -464,8 +464,8 @@ class Committer(Progress):
         """
         self.wait()
         files = sorted(self._files_written)
-        # Submitted last: an interrupt before that leaves a commit that is never durable, and
-        # wait() then refuses every claim of a slot and every further commit.
+        # Submit last: an interrupt before it leaves a commit that never becomes durable. wait()
+        # then refuses every claim of a slot and every further commit.
         before, self._begun = self._begun, manifest
         self._needed = manifest.entries
         self._files_written, self._dirty = set(), False
@@ -476,18 +476,18 @@ class Committer(Progress):
         self.changed = False
 
     def wait(self) -> None:
-        """Block until the last commit that was begun, if any, is durable.
+        """Block until the last begun commit, if any, is durable.
 
         Raises:
-            StorageError: the commit failed, and the previous commit is still the last one. Raised
-                by every call until restore().
-            StoreFailedError: an interrupt came as the commit began. As above.
+            StorageError: the commit failed, and the previous commit is still the last one. Every
+                call raises this until restore().
+            StoreFailedError: an interrupt came as the commit began. Raised in the same way.
         """
         if self._pending is not None:
             self._pending.result()
             self._pending = None
         if self.committed is not self._begun:
-            raise StoreFailedError("an interrupt came as a commit began, and it was never made")
+            raise StoreFailedError("an interrupt came as a commit began: the commit was not made")
 
     def settle(self) -> None:
         """Block until the thread is idle, even if the commit failed."""
@@ -495,7 +495,7 @@ class Committer(Progress):
 
     @override
     def close(self) -> None:
-        """End the thread, after the commit in flight."""
+        """End the thread after the commit in flight."""
         self._thread.close()
         if self.marks_clean_end and self.committed is not None:
             mark_clean(self.storage, self.committed.revision)
@@ -509,7 +509,7 @@ class Committer(Progress):
         files: Sequence[str],
         renamed: bool,
     ) -> None:
-        """Make a step durable on this rank, then on all; runs on the commit thread."""
+        """Make a step durable on this rank, then on all ranks. Runs on the commit thread."""
 
         def commit_here() -> None:
             for write in writes:
@@ -517,30 +517,30 @@ class Committer(Progress):
             self.storage.flush(files)
             if renamed:  # Without this, a crash could undo the renaming of a spare file.
                 self.storage.sync_directory()
-            # As late as possible: an acknowledged step should be where the user looks for it.
-            # A copy of the run in its place has the identity, too, but not the newest commit.
+            # Check as late as possible: an acknowledged step must be where the user looks for it.
+            # A copy of the run in its place also has the identity, but not the newest commit.
             self.storage.require_in_place(
                 IDENTITY_NAME if before is None else manifest_name(before.revision)
             )
-            if manifest.layout != self._durable_layout:  # Syncs the names of new page files, too.
+            if manifest.layout != self._durable_layout:  # Also syncs the names of new page files.
                 write_durably(self.storage, layout_name(manifest.layout), layout_data)
                 self._durable_layout = manifest.layout
             write_durably(self.storage, manifest_name(manifest.revision), manifest.to_bytes())
 
-        # Committed once all ranks have it: the next claim of a slot destroys the commit before, to
-        # which all return if one rank lacks this one.
+        # The step is committed when all ranks have it. If one rank lacks this commit, all ranks go
+        # back to the commit before. The next claim of a slot destroys the commit before.
         with record_function(f"tierstore::commit {manifest.step}"):
             together(self._peers, "commit", commit_here)
         self.committed = manifest
         self._forget_older([manifest] if before is None else [before, manifest])
 
     def _forget_older(self, remaining: Sequence[Manifest]) -> None:
-        """Remove the manifests and layouts that no restart needs any more, and the dirty mark.
+        """Remove the manifests and layouts that a restart no longer needs, and the dirty mark.
 
         Args:
-            remaining: the last commits, of which a restart may find any.
+            remaining: the last commits. A restart may find any of them.
         """
-        # As many stay as a page has slots.
+        # Keep as many commits as a page has slots.
         # decisions: A damaged manifest gives way to the one before.
         names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
@@ -557,12 +557,12 @@ class Committer(Progress):
 def scalars_in(
     manifest: Manifest, groups: Sequence[PagedGroup], renamed: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """Return parameter name -> scalar name -> value, as a commit has them.
+    """Return parameter name -> scalar name -> value in a commit.
 
     Args:
         manifest: the commit.
         groups: the groups of the commit.
-        renamed: parameter name -> its name in the commit, if another.
+        renamed: parameter name -> its name in the commit, if the names differ.
     """
     names = [[parameter.name for parameter in group.parameters] for group in groups]
     former = {name: renamed.get(name, name) for group in names for name in group}
@@ -573,9 +573,9 @@ def scalars_in(
 
 
 def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
-    """Return the hyperparameters of a group as a manifest holds them.
+    """Return the hyperparameters of a group in the form of a manifest.
 
     Raises:
-        TypeError, ValueError: a hyperparameter that no commit can hold; the message names it.
+        TypeError, ValueError: a commit cannot hold a hyperparameter; the message names it.
     """
     return tagged_json.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")

@@ -1,4 +1,4 @@
-"""Run directories: validation, and opening the directories of a rank as one storage."""
+"""Run directories: their validation, and a storage over the directories of a rank."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def open_directories(
         rank: the rank.
         engine: engine of all directories; see open_storage().
         page_bytes: approximate size of pages, to measure the directories of a new run.
-        overwrite: whether the caller is going to remove everything in the directories.
+        overwrite: whether the caller will remove everything in the directories.
 
     Raises:
         RunDirectoryError: a directory cannot be used, is missing, or is given twice.
-        StorageError: the disk does not tell whether a file is there.
-        ValueError: there is no directory, or no such engine.
+        StorageError: the disk cannot tell whether a file exists.
+        ValueError: no directory is given, or the engine is unknown.
     """
     if not directories:
         raise ValueError("name one directory or more, got an empty list")
@@ -56,8 +56,8 @@ def open_directories(
     striped = [path for path in paths if has_file(Entry.of(path / STRIPING_NAME))]
     if absent and striped and not overwrite:
         raise RunDirectoryError(
-            f"{absent[0]} is missing, and {striped[0]} is of a run that is striped over several "
-            "directories: name the directories where they are now, and mount their disks"
+            f"{absent[0]} is missing, and {striped[0]} belongs to a run that is striped over "
+            "several directories: name the directories where they are now, and mount their disks"
         )
     with contextlib.ExitStack() as opened:
         parts: list[Storage] = []
@@ -144,14 +144,14 @@ def whole_run(
 
 
 def _compare(paths: Sequence[Path]) -> None:
-    """Refuse a directory that is given twice under any names; log directories on one device."""
+    """Refuse a directory that is given twice, also by two names. Log directories on one device."""
     for other, path in itertools.combinations(paths, 2):
         with looking_into(path):
             is_same = other.samefile(path)
             is_on_one_device = other.stat().st_dev == path.stat().st_dev
         if is_same:
             raise RunDirectoryError(
-                f"{other} and {path} are one and the same directory: name every directory once"
+                f"{other} and {path} are the same directory: name every directory once"
             )
         if is_on_one_device:
             message = "%s and %s are on one device: striping over both gains nothing"
@@ -182,18 +182,18 @@ def rank_directory(directory: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def looking_into(directory: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a RunDirectoryError with advice."""
+    """Convert an OSError of the block to a RunDirectoryError with advice."""
     try:
         yield
     except OSError as error:
         raise RunDirectoryError(
-            f"{error.filename or directory} cannot be looked into: {error.strerror} (errno "
+            f"{error.filename or directory} cannot be accessed: {error.strerror} (errno "
             f"{error.errno}); make it accessible for this user, or name another directory"
         ) from error
 
 
 def _check_empty(directory: Path) -> None:
-    # Listed once, because other ranks may add their folders meanwhile.
+    # List once, because other ranks may add their folders meanwhile.
     names = sorted(entry.name for entry in directory.iterdir())
     is_run = any(folder_rank(name) is not None for name in names)
     unknown = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
@@ -217,13 +217,13 @@ def _check_owner(path: Path) -> None:
 
 
 def _check_filesystem(directory: Path) -> None:
-    """Refuse filesystems in memory, which do not survive a restart."""
+    """Refuse filesystems in memory. They do not survive a restart."""
     existing = next(filter(is_there, (directory, *directory.absolute().parents)))
     device = existing.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # Not Linux: there is no list of mounts.
+    except FileNotFoundError:  # Not Linux: a list of mounts does not exist.
         return
     for mount in mounts:
         fields, _, kind = mount.partition(" - ")

@@ -23,7 +23,7 @@ CLEAN_NAME = "clean"
 """Clean mark: the run was closed after its newest commit, with nothing in flight."""
 
 RESHARDED_NAME = "resharded"
-"""In a run directory: the checkpoint that a run on another number of ranks begins from. It exists
+"""In a run directory: the checkpoint from which a run on another number of ranks begins. It exists
 until the new run has a commit. No other checkpoint may have this name."""
 
 MANIFEST_PATTERN = r"commit-(?:e([1-9]\d*)-)?(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
@@ -34,7 +34,7 @@ METADATA_NAME = ".metadata"
 """In a checkpoint: the file that DCP reads first, with the place of each tensor."""
 
 MARKER_NAME = "tierstore.json"
-"""In a checkpoint: the run and step that were published, and all files with their checksums."""
+"""In a checkpoint: the published run and step, and all files with their checksums."""
 
 CONVERSION_NAME = "tierstore-conversion.json"
 """In a checkpoint that `tierstore convert` wrote: all files with their checksums."""
@@ -47,10 +47,10 @@ class Revision(NamedTuple):
     """The name of a commit. The newest commit has the largest revision."""
 
     epoch: int
-    """How often the run was rewound before: a later epoch is newer, whatever its steps are."""
+    """Number of rewinds before the commit. A later epoch is newer, even if its step is smaller."""
     step: int
     number: int
-    """1 for the first commit of the step in the epoch, 2 for the next one."""
+    """1 for the first commit of the step in the epoch, 2 for the second."""
 
 
 def rank_folder(rank: int) -> str:

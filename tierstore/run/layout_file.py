@@ -38,7 +38,7 @@ class RankLayout:
     def from_pages(
         cls, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]
     ) -> Self:
-        """Describe the pages of one rank, of parameters in these groups."""
+        """Return the layout of the pages of one rank, with parameters in these groups."""
         return cls(
             groups=groups,
             subgroups=[page.subgroup for page in pages],
@@ -93,10 +93,10 @@ class RankLayout:
         """Return the layout under other names.
 
         Args:
-            names: name of a parameter -> its other name, if it has one.
+            names: name of a parameter -> its new name, if the name changes.
 
         Raises:
-            CorruptionError: as lay_out().
+            CorruptionError: as in lay_out().
         """
         self.lay_out()
         specs = {
@@ -121,15 +121,15 @@ class RankLayout:
         """Return the layout of every page.
 
         Raises:
-            CorruptionError: the records have other places than when the layout was written, or a
-                record is larger than any that is written.
+            CorruptionError: records are at other places than when the layout was written, or a
+                record is larger than any record that tierstore writes.
         """
         try:
             pages = list(map(lay_out, self.subgroups))
         except ValueError as error:
-            raise CorruptionError(f"a layout has a page that nobody writes: {error}") from error
+            raise CorruptionError(f"a layout has an impossible page: {error}") from error
         if layout_digest(pages) != self.offsets:
-            raise CorruptionError("a layout has records in other places than it was written with")
+            raise CorruptionError("a layout has records at other places than when it was written")
         return pages
 
 

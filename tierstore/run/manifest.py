@@ -17,7 +17,7 @@ from tierstore.run.sealed import body_errors, fields_of, is_count, require, seal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """The facts about a run that never change."""
+    """The properties of a run that never change."""
 
     run_id: str
     rank: int
@@ -46,7 +46,7 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageEntry:
-    """The slot of the committed content of a page, and its checksums."""
+    """The slot with the committed content of a page, and the checksums of the content."""
 
     slot: str
     """The file of the page: "a" or "b"."""
@@ -72,31 +72,31 @@ class Manifest:
 
     run_id: str
     attempt: str
-    """Names one opening of the run, so that steps of two histories differ."""
+    """Identifies one opening of the run, so that steps of two histories differ."""
     rank: int
     world_size: int
     step: int
     number: int
-    """1, or more if the step was committed before, for example with other states in ``extra``."""
+    """1 for the first commit of the step. Later ones may have other states in ``extra``."""
     epoch: int = 0
-    """How often the run was rewound before this commit."""
+    """Number of rewinds of the run before this commit."""
     first: bool
-    """True if this is the first commit of the run. Before any other, all ranks had one."""
+    """True in the first commit of the run. If False, all ranks have had an earlier commit."""
     page_bytes: int
     hyperparameters: Any
     """One dict per group, as tagged_json.encode() returns it."""
     extra: Any
-    """Name -> state of each registered object, as tagged_json.encode() returns it; None: none."""
+    """Name -> state of each registered object, as tagged_json.encode() returns it; or None."""
     scalars: Any
     """Scalars of parameters, as pack_scalars() returns them."""
     layout: str
-    """Digest of the layout file, which has the parameters and the chunks in each page."""
+    """Digest of the layout file. The file has the parameters and the chunks in each page."""
     pages: Sequence[PageEntry]
     """Page of the layout -> its content."""
 
     @property
     def revision(self) -> Revision:
-        """The epoch, step and number of the commit, which name its file."""
+        """The epoch, step and number of the commit. They make the name of its file."""
         return Revision(self.epoch, self.step, self.number)
 
     @property
@@ -163,7 +163,7 @@ _FLOATS = frozenset([float])
 
 
 def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
-    """Return scalars as a manifest holds them: the commonest of each group, and exceptions.
+    """Return scalars in the form of a manifest: the most common scalars of each group, and others.
 
     Example, for the groups [["a", "b", "c"], ["d"]]::
 
@@ -175,12 +175,12 @@ def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
         groups: the names of the parameters of each group.
 
     Raises:
-        TypeError, ValueError: a value that no commit can hold; the message names it.
+        TypeError, ValueError: a commit cannot hold a value; the message names it.
     """
     keys: dict[str, bytes] = {}
-    encoded: dict[bytes, Any] = {}  # Key -> the scalars as a manifest holds them.
+    encoded: dict[bytes, Any] = {}  # Key -> encoded scalars.
     for name, values in scalars.items():
-        # Nearly all parameters have the scalars of another: encoding takes 20 times as long.
+        # Nearly all parameters share their scalars with another. Encoding is 20 times slower.
         key = _key_of(values)
         if key is None or key not in encoded:
             found = tagged_json.encode(values, name=f"scalars[{name!r}]")
@@ -203,18 +203,18 @@ def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
 
 
 def _key_of(values: Mapping[str, float]) -> bytes | None:
-    """Return a key that equal scalars have, and no others; None if they must be encoded for it."""
+    """Return a key that only equal scalars share; None if the scalars must be encoded instead."""
     if type(values) is dict and _FLOATS.issuperset(map(type, values.values())):
         try:
-            # Version 2 does not depend on who else refers to the values.
+            # The bytes of version 2 do not depend on other references to the values.
             return marshal.dumps(values, 2)
-        except ValueError:  # A name of another type, which no commit can hold.
+        except ValueError:  # A name of a type that a commit cannot hold.
             return None
     return None
 
 
 def unpack_scalars(packed: Any, groups: Sequence[Sequence[str]]) -> dict[str, dict[str, float]]:
-    """Return the scalars that pack_scalars() packed."""
+    """Return the scalars that were packed by pack_scalars()."""
     found = tagged_json.decode(packed)
     scalars = {
         name: None if shared is None else dict(shared)

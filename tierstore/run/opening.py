@@ -20,7 +20,7 @@ _storages_in_use: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
 def abandon_in_children(storage: Storage) -> None:
-    """Drop the descriptors of a storage in every child that is forked from now on.
+    """Drop the descriptors of a storage in every child that is forked later.
 
     Otherwise a child would hold the lock of a killed parent.
     """
@@ -28,29 +28,29 @@ def abandon_in_children(storage: Storage) -> None:
 
 
 def close_storage(storage: Storage) -> None:
-    """Close a storage, after which another store of this process may open its directory."""
+    """Close a storage. Another store of this process may then open its directory."""
     try:
         storage.close()
-    except StorageError:  # The lock was released nevertheless.
+    except StorageError:  # The lock is released in any case.
         _storages_in_use.discard(storage)
         raise
     _storages_in_use.discard(storage)
 
 
 def lock(storage: Storage) -> None:
-    """Lock a rank's directory, after waiting for another process that has it.
+    """Lock a rank's directory, after waiting for another process that holds the lock.
 
     Raises:
-        RunLockedError: another process keeps the directory; or another store of this process has
-            it, which is refused at once.
+        RunLockedError: another process keeps the lock; or another store of this process holds it.
+            This case is refused at once.
     """
     try:
         storage.lock(0)
     except RunLockedError:
         if any(_same_directory(storage, other) for other in _storages_in_use):
             raise RunLockedError(
-                f"{storage.location} is open in this process already: call close() of the store "
-                "that has it, or go on with that store"
+                f"{storage.location} is open in this process already: close the store that has it, "
+                "or use that store"
             ) from None
         storage.lock(LOCK_TIMEOUT_S)
 
@@ -90,14 +90,13 @@ def open_committer(
         overwrite: delete the run in the directory.
         page_bytes: approximate size of the pages of a new run.
         commit_every: see Committer.
-        begins_later: the caller begins a new run with begin_run(), and the files stay as they are
-            until then.
+        begins_later: the caller begins a new run with begin_run(). The files do not change before.
 
     Returns:
         The committer; ``committed`` is the commit to restore, None in a new run.
 
     Raises:
-        RunLockedError, RunDirectoryError, StorageError, PeerFailed: as open_run().
+        RunLockedError, RunDirectoryError, StorageError, PeerFailed: as in open_run().
     """
     identity, found, was_closed = open_run(
         storage,
@@ -126,12 +125,12 @@ def open_run(
     """Lock a rank's directory and find its run in it, or begin a new one.
 
     Returns:
-        As find_run(); a new run has no manifest, and nothing in flight.
+        As find_run(). A new run has no manifest and nothing in flight.
 
     Raises:
         RunLockedError: another process, or another store, uses the directory.
-        RunDirectoryError: the directory holds a run and neither ``resume`` nor ``overwrite`` was
-            given, or a run that cannot be resumed.
+        RunDirectoryError: the directory holds a run, and neither ``resume`` nor ``overwrite`` was
+            given, or the run cannot be resumed.
         PeerFailed: another rank raised.
     """
 

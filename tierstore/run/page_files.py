@@ -23,10 +23,10 @@ _Place = tuple[int, ParameterSpec | None]
 
 
 def create_all(storage: Storage, sizes: Mapping[str, int]) -> None:
-    """Create files of these sizes in bytes, all or none, also after an interrupt.
+    """Create files of these sizes in bytes: all or none, even after an interrupt.
 
     Raises:
-        StorageError: the disk is full, say. No new file is left.
+        StorageError: for example, the disk is full. No new file is left.
     """
     created: list[str] = []
     try:
@@ -35,7 +35,7 @@ def create_all(storage: Storage, sizes: Mapping[str, int]) -> None:
             created.append(name)
     except BaseException:
         for name in created:
-            with contextlib.suppress(StorageError):  # The user has to solve the first error.
+            with contextlib.suppress(StorageError):  # The user has to fix the first error.
                 storage.unlink(name)
         raise
 
@@ -54,7 +54,7 @@ def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str
         The names of the files that existed.
 
     Raises:
-        StorageError: the disk is full, say. No new file is left.
+        StorageError: the disk is full, for example. No new file is left.
     """
     existing = set(storage.list())
     sizes = {
@@ -77,14 +77,14 @@ def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str
 
 
 def remove_other_files(storage: Storage, needed: Collection[str]) -> None:
-    """Remove all page files but those that a commit needs, so that they are made anew.
+    """Remove all page files that a commit does not need. New files then replace them.
 
-    After a failed write or flush the kernel may keep the new data in memory alone, and report later
-    writes and flushes of the same file as successful; nobody knows which files those are after a
-    restart. What a step writes to a file made anew is durable after a flush that succeeds.
+    After a failed write or flush the kernel may keep the new data only in memory, and report later
+    writes and flushes of the same file as successful. After a restart the affected files are
+    unknown. In a new file, data is durable after a successful flush.
 
     Raises:
-        StorageError: a file cannot be removed. Called again, the rest is removed.
+        StorageError: a file cannot be removed. Another call removes the rest.
     """
     for name in storage.list():
         if page_number(name) is not None and name not in needed:
@@ -125,18 +125,18 @@ def check_same_model(
         attached: all groups and pages.
 
     Returns:
-        Parameter name -> its name in the commit, of parameters with another name there.
+        Parameter name -> its name in the commit, if the names differ.
 
     Raises:
         RunMismatchError: the commit is of another model; the message names the first difference.
-        CorruptionError: the commit has another number of pages than its layout; or the commit is
-            of another model, and the layout file is missing or damaged.
+        CorruptionError: the numbers of pages in the commit and in its layout differ; or the commit
+            is of another model, and the layout file is missing or damaged.
     """
     if checksum_of(attached.to_bytes()) == manifest.layout:
         if len(manifest.pages) != len(attached.subgroups):
             raise CorruptionError(
                 f"commit {manifest.step} in {storage.location} has {len(manifest.pages)} pages, "
-                f"and its layout has {len(attached.subgroups)}: go back to a checkpoint of the "
+                f"but its layout has {len(attached.subgroups)}: go back to a checkpoint of the "
                 "run, if one exists"
             )
         return {}
@@ -153,7 +153,7 @@ def check_same_model(
         return {name: former for former, name in now.items() if name != former}
     raise RunMismatchError(
         "the run has the parameters of this model, but in other pages: ranks held or owned the "
-        "parameters in another way, or another version of tierstore cut them. Restore the former "
+        "parameters in a different way, or another version of tierstore cut them. Restore the old "
         "placements and partition, or begin a new run with restore(checkpoint=OUT) after "
         "`tierstore checkpoint RUN OUT`"
     )
@@ -193,7 +193,7 @@ _ADVICE = (
 def _first_difference(
     committed: Sequence[Sequence[ParameterSpec]], groups: Sequence[Sequence[ParameterSpec]]
 ) -> tuple[_Place | None, _Place | None]:
-    """Return the first specs that differ in more than wrappers; (None, None) if there are none."""
+    """Return the first specs that differ in more than wrappers, or (None, None)."""
     in_run, here = _unwrapped(committed), _unwrapped(groups)
     for found, expected in zip_longest(_specs(committed), _specs(groups)):
         if _without_wrappers(found, in_run) != _without_wrappers(expected, here):
@@ -202,7 +202,7 @@ def _first_difference(
 
 
 def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, ParameterSpec | None]]:
-    """Yield every spec with its group; None ends each group, so that its length counts."""
+    """Yield every spec with its group. None ends each group, so that lengths are compared."""
     for index, group in enumerate(groups):
         yield from ((index, spec) for spec in group)
         yield index, None

@@ -1,4 +1,4 @@
-"""The state of the random generators that training draws from."""
+"""The state of the random generators that training uses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class RandomState:
 
     ``store.register(random=tierstore.RandomState())`` commits the generators of ``random``,
     ``numpy.random``, ``torch`` on the CPU, and ``torch.cuda`` on each GPU that this process sees:
-    dropout, shuffling and augmentation draw from them. A generator of its own (``torch.Generator``,
-    ``numpy.random.default_rng()``) belongs to the state of what draws from it.
+    dropout, shuffling and augmentation use them. A separate generator (``torch.Generator``,
+    ``numpy.random.default_rng()``) belongs to the state of the object that uses it.
 
-    Each rank gets its own generators back. A run on another number of ranks leaves them as the
-    program has seeded them.
+    Each rank gets its own generators back. A run on another number of ranks keeps the seeds of the
+    program.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all generators, as values that a commit can hold."""
+        """Return the state of all generators as values that a commit can hold."""
         numpy_state: Any = np.random.get_state()
         name, keys, *rest = numpy_state
         return {
@@ -33,7 +33,7 @@ class RandomState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring all generators to a state of state_dict(); of GPUs, those that are still here."""
+        """Set all generators to a state of state_dict(). GPUs that are absent here are skipped."""
         random.setstate(state_dict["python"])
         name, keys, *rest = state_dict["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

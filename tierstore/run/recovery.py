@@ -1,6 +1,6 @@
-"""Recovery: the newest commit that all ranks of a run have, and the removal of everything newer.
+"""Recovery: finds the newest commit that all ranks of a run have, and removes everything newer.
 
-A step is committed if every rank has a whole manifest of it, of the same attempt.
+A step is committed if every rank has a whole manifest of the step from the same attempt.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TEMPORARY_FILES = re.compile(
 
 
 def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | None, bool]:
-    """Return the run that a locked directory holds.
+    """Return the run in a locked directory.
 
     Returns:
         The identity; the manifest that recover() finds; whether the run was closed after that
         commit, on all ranks, with nothing in flight.
 
     Raises:
-        RunDirectoryError: there is no run, or the run is of another rank, or as recover().
+        RunDirectoryError: no run exists, the run is of another rank, or as in recover().
         PeerFailed: another rank raised.
     """
     found = agree(peers, "read the identity", lambda: _identity_in(storage))
@@ -71,22 +71,22 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
 
 
 def _clean_mark(storage: Storage) -> Revision | None:
-    """Return the commit after which the run was closed; None if the mark cannot be read, too."""
+    """Return the commit after which the run was closed; None if absent or unreadable."""
     try:
         return find_mark(storage, CLEAN_NAME, "committed")
     except StorageError as error:
-        logger.warning("the last end of the run is taken for one that was not clean: %s", error)
+        logger.warning("the last end of the run is treated as not clean: %s", error)
         return None
 
 
 def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]]:
-    """Return the commit of each rank of a run whose locked directories are all here.
+    """Return the commit of each rank of a run, given the locked directories of all ranks.
 
     Args:
         storages: of rank 0, 1, ...; storages after the last rank of the run hold no run.
 
     Raises:
-        RunDirectoryError: a rank is missing, or the ranks are of several runs, or as recover().
+        RunDirectoryError: a rank is missing, the ranks are of several runs, or as in recover().
     """
     first = _require_rank(_identity_in(storages[0]), storages[0], 0)
     ranks = storages[: first.world_size]
@@ -111,8 +111,8 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
     newest = _newest([rank_commits.read() for rank_commits in commits], ranks[0])
     if newest is None:
         raise RunDirectoryError(
-            f"no step was committed by all ranks of {storages[0].location} yet, so there is no "
-            "step to publish or to resume on other ranks: start over with overwrite=True"
+            f"no step was committed by all ranks of {storages[0].location} yet, so no step can be "
+            "published or resumed on other ranks: start over with overwrite=True"
         )
     for rank_commits in commits:
         rank_commits.go_back_to(newest, to_write=False)
@@ -130,7 +130,7 @@ def _identity_in(storage: Storage) -> RunIdentity | None:
 
 
 def _require_rank(identity: RunIdentity | None, storage: Storage, rank: int) -> RunIdentity:
-    """Return an identity after checking that it exists and is of this rank."""
+    """Return an identity, after checking that it exists and belongs to this rank."""
     where = f"{storage.location}/{IDENTITY_NAME}"
     if identity is None:
         raise RunDirectoryError(
@@ -148,7 +148,7 @@ def _require_rank(identity: RunIdentity | None, storage: Storage, rank: int) -> 
 def _require_one_run(
     identities: Sequence[RunIdentity | None], identity: RunIdentity, storage: Storage
 ) -> None:
-    """Check that all ranks have the run of one storage."""
+    """Check that all ranks have the same run."""
     for rank, other in enumerate(identities):
         if other is not None and other.run_id != identity.run_id:
             raise RunDirectoryError(
@@ -160,16 +160,15 @@ def _require_one_run(
 def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest | None:
     """Return the newest step committed on all ranks, and remove every newer commit.
 
-    A manifest gets its name after it is whole, so a manifest that is not whole was damaged later.
-    The commit before it is then the newest: its pages are still checked as they are read.
+    A manifest gets its name after it is whole. A manifest that is not whole was therefore damaged
+    later, and the commit before it is then the newest. Its pages are still checked when read.
 
     Returns:
         The manifest of this rank; None if some ranks have the first commit and others have no
         commit yet.
 
     Raises:
-        RunDirectoryError: no commit is left, or the only slot of each page was being
-            overwritten.
+        RunDirectoryError: no commit is left, or the only slot of a page was being overwritten.
         PeerFailed: another rank raised.
     """
     commits = _RankCommits(storage, identity)
@@ -183,10 +182,10 @@ Attempts = Mapping[Revision, str]
 
 
 def newest_in_common(ranks: Sequence[Attempts]) -> Revision | None:
-    """Return the newest commit that every rank has of the same attempt, or None.
+    """Return the newest commit that every rank has from the same attempt, or None.
 
-    When a job is killed, one rank may be ahead of the others, and after the restart another rank
-    may repeat the same step in another attempt::
+    When a job is killed, one rank may be ahead of the others. After the restart another rank may
+    repeat the same step in another attempt::
 
         rank 0: step 7 of attempt x, step 8 of attempt x
         rank 1: step 7 of attempt x, step 8 of attempt y    -> step 7
@@ -196,7 +195,7 @@ def newest_in_common(ranks: Sequence[Attempts]) -> Revision | None:
 
 
 def _newest(ranks: Sequence[tuple[Attempts, bool]], storage: Storage) -> Revision | None:
-    """Return the newest commit in common, given what read() returned on each rank."""
+    """Return the newest common commit, given the result of read() on each rank."""
     newest = newest_in_common([attempts for attempts, _ in ranks])
     if newest is None and not all(only_first for _, only_first in ranks):
         raise RunDirectoryError(
@@ -246,8 +245,8 @@ class _RankCommits:
                 )
             if identity.world_size == 1:
                 raise RunDirectoryError(
-                    f"no step was committed in {location} yet: there is no step to restore or to "
-                    "publish, so start over with overwrite=True"
+                    f"no step was committed in {location} yet, so no step can be restored or "
+                    "published: start over with overwrite=True"
                 )
         attempts = {revision: manifest.attempt for revision, manifest in self.whole.items()}
         return attempts, all(manifest.first for manifest in self.whole.values())
@@ -268,15 +267,15 @@ class _RankCommits:
         damaged = {r: error for r, error in self._damaged.items() if not newest or r > newest}
         for error in damaged.values():
             logger.warning("%s; going back to the commit before it", error)
-        for revision in damaged:  # Kept under another name for an investigation.
+        for revision in damaged:  # Keep them under another name for an investigation.
             name = manifest_name(revision)
             storage.rename(name, f"{name}{_DAMAGED}")
         if to_write:
             _remove_clean_mark(storage)
         # The commit is visible, but after a kill its name may not be durable yet.
         storage.sync_directory()
-        # A crash may restore the files that are removed below: a late mark, a commit of another
-        # attempt, a temporary file. They do no harm.
+        # A crash may restore the files that are removed below: a stale mark, a commit of another
+        # attempt, a temporary file. These files are harmless.
         if DIRTY_NAME in storage.list():
             clear_dirty(storage)
         for revision in sorted(self.whole.keys() - kept):
@@ -331,18 +330,18 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     commit = f"step {overwritten.step}" if overwritten else "a commit"
     raise RunDirectoryError(
         f"{storage.location} has one slot of each page (commit_every=None) and was stopped while "
-        f"overwriting {commit}: its pages are of mixed steps: {_START_OVER}"
+        f"overwriting {commit}: its pages come from different steps: {_START_OVER}"
     )
 
 
 def erase_commits(storage: Storage) -> None:
-    """Remove the commits of a run, before its other files, so that no incomplete run is found."""
+    """Remove the commits of a run before its other files, so that no partial run is found."""
     names = storage.list()
     if CLEAN_NAME in names:
         storage.unlink(CLEAN_NAME)
     commits = sorted((revision, name) for name in names if (revision := manifest_revision(name)))
-    # The newest commit goes last, after a sync: if a power loss restored an older commit alone, a
-    # restart would resume from it, though its pages were overwritten.
+    # Remove the newest commit last, after a sync. If a power loss restored only an older commit, a
+    # restart would resume from it although its pages were overwritten.
     for removed in (commits[:-1], commits[-1:]):
         for _, name in removed:
             storage.unlink(name)

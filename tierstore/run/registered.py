@@ -1,4 +1,4 @@
-"""What a program registers with a store: objects whose states are part of each commit."""
+"""Registered objects: each commit includes the states of objects that a program registers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ logger = logging.getLogger("tierstore")
 
 
 class Stateful(Protocol):
-    """An object with a state, as ``torch.distributed.checkpoint`` and torchtitan have it."""
+    """An object with a state, as in ``torch.distributed.checkpoint`` and torchtitan."""
 
     def state_dict(self) -> Any:
         """Return the state: plain values and small tensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over a state that state_dict() returned."""
+        """Load a state that state_dict() returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A committed step, and what was registered for it, as this rank gets it back."""
+    """A committed step, and the registered states that this rank gets back."""
 
     step: int
     """The step; 0 if nothing was committed."""
     tagged: Mapping[str, Any] = field(default_factory=dict)
     """Name -> state, as tagged_json.encode() returns it."""
     of_other_ranks: bool = False
-    """True if the ranks of the commit are more or fewer than the ranks of this job."""
+    """True if the number of ranks of the commit differs from the number of ranks of this job."""
     unequal: Sequence[str] = ()
-    """Names whose states differ between these other ranks: no rank gets them back."""
+    """Names whose states differ between the ranks of the commit. No rank gets these back."""
 
     @property
     def states(self) -> dict[str, Any]:
@@ -48,13 +48,13 @@ class CommittedStep:
 
 
 def committed_step(manifests: Sequence[Manifest], rank: int, world_size: int) -> CommittedStep:
-    """Return what one rank of a job gets back from a commit.
+    """Return the step and the states that one rank of a job gets back from a commit.
 
     Args:
-        manifests: of the commit, of all its ranks in order.
+        manifests: the manifests of all ranks of the commit, in order.
         rank: the rank of the job.
         world_size: the number of ranks of the job. If the commit has as many, each rank gets its
-            own states, else those that all ranks of the commit have.
+            own states; else it gets the states that are equal on all ranks of the commit.
     """
     step = manifests[0].step
     if len(manifests) == world_size:
@@ -89,10 +89,10 @@ class Registered:
         return tuple(self._objects)
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Register objects, or with None forget a name, also one that a commit has.
+        """Register objects. None drops a name, including a name in a commit.
 
         Raises:
-            TypeError, ValueError: an object has no state, or a name cannot be one. Nothing was
+            TypeError, ValueError: an object has no state, or a name is invalid. Nothing was
                 registered.
         """
         for name, given in objects.items():
@@ -100,7 +100,7 @@ class Registered:
                 raise ValueError(f"the name of a registered object cannot begin with '$': {name!r}")
             if isinstance(given, type):
                 raise TypeError(
-                    f"register({name}=) got the class {given.__name__}: pass an object of it"
+                    f"register({name}=) got the class {given.__name__}: pass an object of the class"
                 )
             if not (given is None or isinstance(given, dict) or _is_stateful(given)):
                 raise TypeError(
@@ -116,10 +116,10 @@ class Registered:
                 self._objects[name] = given
 
     def ask(self) -> dict[str, Any]:
-        """Return name -> state of each object, as a manifest holds them.
+        """Return name -> state of each object, in the form of a manifest.
 
         Raises:
-            TypeError, ValueError: no commit can hold a state; the message names the value.
+            TypeError, ValueError: a commit cannot hold a state; the message names the value.
         """
         states = {}
         for name, given in self._objects.items():
@@ -129,18 +129,18 @@ class Registered:
         return encoded
 
     def compare(self, committed: CommittedStep, *, begins: bool) -> None:
-        """Compare the names of a commit with those that are registered.
+        """Compare the names in a commit with the registered names.
 
         Args:
             committed: the commit.
-            begins: whether it is a checkpoint that another run begins from, which may train other
-                things: a state that nothing takes is then left out with a warning.
+            begins: whether the commit is a checkpoint from which another run begins. That run may
+                train other things, so a state without a registered object only gives a warning.
 
         Raises:
-            ValueError: nothing takes a state of the commit, or its ranks have different values.
+            ValueError: no object is registered for a state, or a state differs between ranks.
 
         Warns:
-            UserWarning: an object is registered, and the commit has no state of it.
+            UserWarning: the commit has no state of a registered object.
         """
         has = (*committed.tagged, *committed.unequal)
         left = [name for name in has if name not in {*self._objects, *self._dropped}]
@@ -152,11 +152,11 @@ class Registered:
         ]
         if refused:
             raise ValueError(
-                f"step {committed.step} was committed by another number of ranks, with "
-                f"different states of {_listed(refused)} on them, which cannot be divided among "
-                "the ranks of this job. Nothing was changed: start the job with as many ranks; or "
-                f"call store.register({_dropping(refused)}) before restore(), bring the object to "
-                "where it shall go on, and register it after restore()"
+                f"step {committed.step} was committed by another number of ranks. Their states of "
+                f"{_listed(refused)} differ and cannot be divided among the ranks of this job. "
+                "Nothing was changed: start the job with as many ranks; or call "
+                f"store.register({_dropping(refused)}) before restore(), set the object to the "
+                "state from which it continues, and register it after restore()"
             )
         states = committed.states
         for name, given in self._objects.items():
@@ -168,31 +168,31 @@ class Registered:
                 )
         if left and not begins:
             raise ValueError(
-                f"step {committed.step} was committed with {_listed(left)}, which nothing takes "
-                "back. Nothing was changed: register the object of that name before restore(), or "
-                f"call store.register({_dropping(left)}) to leave out its state"
+                f"step {committed.step} was committed with {_listed(left)}, but no object of that "
+                "name is registered. Nothing was changed: register it before restore(), or call "
+                f"store.register({_dropping(left)}) to leave out its state"
             )
         if left:
             warnings.warn(
-                f"the checkpoint has {_listed(left)}, which nothing takes: register the object of "
-                f"that name before restore(), or call store.register({_dropping(left)})",
+                f"the checkpoint has {_listed(left)}, but no object of that name is registered: "
+                f"register it before restore(), or call store.register({_dropping(left)})",
                 stacklevel=2,
             )
         if absent := [name for name in self._objects if name not in has]:
             warnings.warn(
-                f"step {committed.step} was committed without {_listed(absent)}, which stays as "
-                "it is now",
+                f"step {committed.step} was committed without {_listed(absent)}, which keeps its "
+                "current state",
                 stacklevel=2,
             )
 
     def load(self, committed: CommittedStep) -> None:
-        """Give each object its state of a commit, if the commit has one."""
+        """Load each object's state from a commit, if the commit has it."""
         states = committed.states
         for name, given in self._objects.items():
             if committed.of_other_ranks and isinstance(given, RandomState):
                 logger.warning(
                     "step %d was committed by another number of ranks: the random generators %r "
-                    "stay as this program has seeded them",
+                    "keep the seeds of this program",
                     committed.step,
                     name,
                 )
@@ -208,7 +208,7 @@ class Registered:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Name the object in the traceback of an error that it raises."""
+    """Add the name of the object to an error that the object raises."""
     try:
         yield
     except Exception as error:

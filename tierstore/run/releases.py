@@ -7,21 +7,21 @@ from typing import Self
 
 
 class Releases:
-    """Calls that release something, made by close(), or where an error leaves a ``with`` block.
+    """Calls that release resources. close() makes them, and so does an error in a ``with`` block.
 
-    Beside ``contextlib.ExitStack``: a call that an interrupt has ended, and those after it, are
-    made by the next close(). So a call must work twice.
+    Unlike ``contextlib.ExitStack``, the next close() repeats a call that was interrupted, and makes
+    the calls after it. A call must therefore work twice.
     """
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
 
     def add(self, call: Callable[[], None]) -> None:
-        """Let close() make this call before all that were added earlier."""
+        """Add a call. close() makes it before all calls that were added earlier."""
         self._calls.append(call)
 
     def close(self) -> None:
-        """Make all calls, the last one first, whatever they raise; then raise it."""
+        """Make all calls, the last one first, even if some raise; then raise the error."""
         while self._calls:
             try:
                 self._calls[-1]()

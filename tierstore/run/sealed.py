@@ -1,4 +1,4 @@
-"""Sealed files: JSON behind a first line with the kind, format version and checksum."""
+"""Sealed files: a first line with kind, format version and checksum, then JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FORMAT_VERSION = 1
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value that was read is an int in the range of a count."""
+    """Return whether a value is an int in the range of a count."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def require(*conditions: bool) -> None:
-    """Raise ValueError unless all conditions hold; body_errors() turns it into CorruptionError."""
+    """Raise ValueError unless all conditions hold. body_errors() makes it a CorruptionError."""
     if not all(conditions):
         raise ValueError("a field has a wrong type or value")
 
@@ -56,7 +56,7 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
         raise CorruptionError(f"{where} does not begin like a tierstore {kind} file")
     if int(match[2]) != FORMAT_VERSION:
         raise RunDirectoryError(
-            f"{where} has format version {int(match[2])}, this tierstore reads version "
+            f"{where} has format version {int(match[2])}, but this tierstore reads version "
             f"{FORMAT_VERSION}: use the version of tierstore that wrote it"
         )
     if xxhash.xxh3_128_hexdigest(text) != match[3].decode():
@@ -71,8 +71,8 @@ def parse_json(data: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, is nested deeper than Python's JSON supports, or has an
-            object with a key twice.
+        ValueError: the text is not JSON, is nested deeper than Python's JSON supports, or has a
+            key twice in one object.
     """
     try:
         return json.loads(data, object_pairs_hook=_object)
@@ -88,7 +88,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def body_errors(where: str) -> Iterator[None]:
-    """Turn the errors of the block about a body of another form into CorruptionError."""
+    """Convert errors of the block about the form of a body to CorruptionError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -35,18 +35,18 @@ Measure = Callable[[Sequence[Storage]], Sequence[float]]
 
 
 class StripedStorage(Storage):
-    """A storage over several storages of one directory, its *parts*.
+    """A storage over several storages, its *parts*. Each part is the storage of one directory.
 
-    Parts that have a striping are used in its order; ``parts`` may have any order. Other parts
-    are measured, and striped when the first file is created. rename() and link() raise EXDEV if
-    the names belong to different directories.
+    Parts that have a striping are used in the order of the striping. Other parts are measured, and
+    striped when the first file is created. rename() and link() raise EXDEV if the names belong to
+    different directories.
 
     Args:
-        parts: open storages; closed with this storage. In a new striping, the first part gets all
-            files but pages.
+        parts: open storages, in any order; closed with this storage. In a new striping, the first
+            part gets all files except pages.
         measure: such as measured_bandwidths(); called with the parts of a new striping.
-        overwrite: treat everything in the parts as files to be removed: list() returns all files,
-            and the caller removes them before it creates the first file.
+        overwrite: treat all files in the parts as files to remove: list() returns all of them, and
+            the caller removes them before it creates the first file.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class StripedStorage(Storage):
 
     @override
     def list(self) -> builtins.list[str]:
-        # A page in a part where the striping does not have it is not listed.
+        # Do not list a page in a part that is not the striping's part of this page.
         self._find()
         return sorted(
             {
@@ -165,7 +165,7 @@ class StripedStorage(Storage):
 
     @override
     def unlink(self, name: str) -> None:
-        # Before the parts are striped, several parts may have the file.
+        # Before striping, several parts may have the file.
         parts = [self._found(name)]
         if not self._round:
             parts = [part for part in self._parts if name in part.list()] or parts
@@ -191,7 +191,7 @@ class StripedStorage(Storage):
         self._in_each(lambda part: part.close())
 
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Make calls in parallel; raise the error of the first failed call after all have ended.
+        """Make calls in parallel. After all have ended, raise the error of the first failed call.
 
         Raises:
             ThreadError: the system starts no further thread. No call was made.
@@ -214,7 +214,7 @@ class StripedStorage(Storage):
         return self._parts[self._round[number % len(self._round)]]
 
     def _found(self, name: str) -> Storage:
-        """Return the part of a file, after looking for a striping."""
+        """Return the part that has a file, after looking for a striping."""
         self._find()
         return self._part(name)
 
@@ -261,7 +261,7 @@ class StripedStorage(Storage):
         with self._mutex:
             if self._round:
                 return
-            # The first part is last: a striping file there, without a run, marks the other
+            # Write the first part last: a striping file there, without a run, marks the other
             # striping files as unused.
             for part in reversed(self._parts):
                 assert not _has_run(part), f"{part.location} was to be empty"

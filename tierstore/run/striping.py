@@ -1,6 +1,6 @@
 """Striping of pages over several directories: the arithmetic, and the striping file.
 
-Every directory of a striping has this file, which names all of them.
+Every directory of a striping has this file. The file names all directories.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Self
 from tierstore.errors import RunDirectoryError
 from tierstore.run.sealed import body_errors, fields_of, is_count, require, seal, unseal
 
-# Every directory gets at least this fraction of the pages of the fastest, as its inverse.
+# Inverse of a fraction: every directory gets at least this fraction of the pages of the fastest.
 _SLOWEST = 100
-# Weights of two digits need far fewer pages.
+# Rounds of weights with two digits are much shorter.
 _ROUND_MAX = 10**6
 
 
@@ -38,12 +38,12 @@ def _two_digits(value: float) -> int:
 def stripe(weights: Sequence[int]) -> tuple[int, ...]:
     """Return the directory of every page of one round; page i lies in directory [i % length].
 
-    Each page goes to the directory that is furthest behind its share of the pages so far, to the
-    first of several such directories. No directory is ever a whole page ahead of its share, and
-    after a round each directory has exactly its share.
+    Each page goes to the directory that is furthest behind its share so far. If several are, it
+    goes to the first. No directory is ever a whole page ahead of its share. After a round each
+    directory has exactly its share.
 
     Args:
-        weights: positive; the shares are in proportion to them.
+        weights: positive. Shares are proportional to weights.
     """
     divisor = math.gcd(*weights)
     shares = [weight // divisor for weight in weights]
@@ -67,9 +67,9 @@ class Striping:
     """
 
     striping_id: str
-    """Names the striping; the same in all of its directories."""
+    """Identifies the striping; the same in all of its directories."""
     index: int
-    """Index of this directory. Directory 0 has all files but the pages of other directories."""
+    """Index of this directory. Directory 0 has all files except the pages of other directories."""
     directories: tuple[str, ...]
     """Location of each directory when the run was last opened."""
     weights: tuple[int, ...]
@@ -115,10 +115,10 @@ class NamedDirectory:
 
 
 def match(named: Sequence[NamedDirectory]) -> Striping | None:
-    """Return the striping whose directories were all named, in any order, and no others.
+    """Return the striping whose directories are exactly the named ones, in any order.
 
     Returns:
-        None if the directories hold neither a run nor all of a striping.
+        None if the directories hold neither a run nor a complete striping.
 
     Raises:
         RunDirectoryError: a directory does not belong to the run, or is missing; the message
@@ -129,9 +129,9 @@ def match(named: Sequence[NamedDirectory]) -> Striping | None:
         ids = {striping.striping_id for striping in stripings}
         indices = sorted(striping.index for striping in stripings)
         if len(ids) == 1 and indices == [*range(len(stripings[0].directories))]:
-            return stripings[0]  # Even if no run is left: a crash may have interrupted its removal.
-    # The striping file of the first directory is written first. If a crash came before the
-    # other files were written, the striping has no pages.
+            return stripings[0]  # Even without a run: a crash may have interrupted its removal.
+    # The striping file of the first directory is written first. After a crash before the other
+    # files were written, the striping has no pages.
     unused = {
         directory.striping.striping_id
         for directory in named
@@ -149,12 +149,12 @@ def match(named: Sequence[NamedDirectory]) -> Striping | None:
 
 
 def _mismatch(named: Sequence[NamedDirectory], used: Sequence[NamedDirectory]) -> str:
-    """Return which directory does not fit the others, or is missing."""
+    """Return text that names a directory that does not fit the others, or is missing."""
     striping = next((directory.striping for directory in used if directory.striping), None)
     if striping is None:
         return (
-            f"{used[0].path} holds a run that is not striped over several directories: name it "
-            "alone to resume that run, or pass overwrite=True to delete it"
+            f"{used[0].path} holds a run that is not striped over several directories: name only "
+            "this directory to resume the run, or pass overwrite=True to delete it"
         )
     run = f"the run that is striped over {_listed(striping.directories)}"
     found: dict[int, str] = {}

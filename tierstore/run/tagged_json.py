@@ -22,12 +22,12 @@ from tierstore.run.sealed import is_count, require
 from tierstore.units import format_bytes
 
 DEPTH_MAX = 100
-"""Most levels that values may be nested: fewer than Python's JSON supports. The limit also refuses
-a list that contains itself."""
+"""Most levels of nesting, fewer than Python's JSON supports. The limit also refuses a list that
+contains itself."""
 
 LIMIT_BYTES = 64 * 2**20
-"""Most bytes in tensors, arrays, bytes and text together: every commit writes them again, and a
-restart reads the manifest whole."""
+"""Most bytes in tensors, arrays, bytes and text together. Every commit writes them again, and a
+restart reads the whole manifest."""
 
 _ALLOWED = (
     "None, bool, int below 2**512, float, str, bytes, list, tuple, dict, OrderedDict, Counter, "
@@ -40,54 +40,54 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d+")
 def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -> Any:
     """Return ``value`` in a form that ``json.dumps(..., allow_nan=False)`` accepts.
 
-    Only values are kept: tensors come back on the CPU, contiguous and without history, an
-    OrderedDict without attributes set on it, an object in two places as two objects, NaN without
-    the sign and payload of its bits.
+    Only values are kept. Tensors come back on the CPU, contiguous and without history. An
+    OrderedDict loses attributes that were set on it. An object in two places comes back as two
+    objects. NaN loses the sign and payload of its bits.
 
     Args:
         value: None, bool, int below 2**512, float, str, bytes, torch.dtype, plain dense tensors
             of any dtype that is not quantized, numpy arrays and scalars of numbers, and
-            list, tuple, dict, OrderedDict, Counter of these. A key of a dict may
-            be any of these that has a hash, except a tensor. Subclasses are refused.
+            list, tuple, dict, OrderedDict, Counter of these. A dict key may be any of these that
+            has a hash, except a tensor. Subclasses are refused.
         name: names ``value`` in errors.
         limit_bytes: most bytes that tensors, arrays, bytes and text may hold together.
 
     Raises:
-        TypeError: a value of any other type; the message gives its path.
-        ValueError: more bytes than the limit, a str that is not valid Unicode, or values
-            nested more than DEPTH_MAX levels.
+        TypeError: a value has another type; the message gives its path.
+        ValueError: the values have more bytes than the limit or more than DEPTH_MAX levels, or a
+            str is not valid Unicode.
     """
     encoder = _Encoder(limit_bytes)
     encoded = encoder.encode(value, name, 0)
     if encoder.nbytes > limit_bytes:
         nbytes, path = encoder.largest
         raise ValueError(
-            f"{name} holds {format_bytes(encoder.nbytes)} in tensors, bytes and text, of which a "
-            f"commit carries at most {format_bytes(limit_bytes)}; the largest is {_text(path)} "
-            f"with {format_bytes(nbytes)}: keep large values in other files"
+            f"{name} holds {format_bytes(encoder.nbytes)} in tensors, bytes and text, but a commit "
+            f"holds at most {format_bytes(limit_bytes)}; the largest is {_text(path)} with "
+            f"{format_bytes(nbytes)}: keep large values in other files"
         )
     return encoded
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Return whether two encoded values are the same: not 1 and True, nor two orders of a dict."""
+    """Return whether two encoded values are the same. 1 and True, and orders of a dict, differ."""
     return json.dumps(first) == json.dumps(second)
 
 
 def decode(obj: Any) -> Any:
-    """Return the value that encode() turned into ``obj``, before or after a trip through JSON.
+    """Return the value that encode() has encoded as ``obj``, before or after conversion to JSON.
 
     Raises:
-        ValueError: an unknown tag, a payload that its tag does not have, or values nested more
-            than DEPTH_MAX levels.
+        ValueError: a tag is unknown, a payload does not fit its tag, or values have more than
+            DEPTH_MAX levels.
     """
     return _decode(obj, 0)
 
 
 _Path = str | tuple[str, Any, "_Path"]
-"""The path of a value: a text; or a format, a key or index, and the path around it.
+"""The path of a value: a text; or a format, a key or index, and the outer path.
 
-Most values are encoded without an error, and formatting takes longer than encoding.
+It is formatted only for an error, because formatting takes longer than encoding.
 """
 _ITEM, _KEY = "{path}[{key!r}]", "the key {key!r} of {path}"
 
@@ -100,7 +100,7 @@ def _text(path: _Path) -> str:
 
 
 class _Encoder:
-    """One call of encode(), which counts bytes as it descends into the value."""
+    """One call of encode(). It counts bytes as it descends into the value."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -110,9 +110,9 @@ class _Encoder:
     def encode(self, value: Any, path: _Path, depth: int) -> Any:
         if depth > DEPTH_MAX:
             raise ValueError(
-                f"{_text(path)} lies more than {DEPTH_MAX} levels deep, or contains itself"
+                f"{_text(path)} is nested more than {DEPTH_MAX} levels deep, or contains itself"
             )
-        cls = type(value)  # Exactly: a subclass would come back as its base.
+        cls = type(value)  # The exact class: a subclass would come back as its base.
         if (
             value is None
             or cls is bool
@@ -143,7 +143,7 @@ class _Encoder:
     def pairs(self, values: dict[Any, Any], path: _Path, depth: int) -> list[list[Any]]:
         pairs = []
         for key, item in values.items():
-            if isinstance(key, torch.Tensor):  # Equal only to itself: a loaded key finds nothing.
+            if isinstance(key, torch.Tensor):  # Equal only to itself: a loaded key would not match.
                 raise _refusal(f"a key of {_text(path)}", "a tensor")
             encoded = self.encode(key, (_KEY, key, path), depth + 1)
             pairs.append([encoded, self.encode(item, (_ITEM, key, path), depth + 1)])
@@ -157,7 +157,7 @@ class _Encoder:
 
         def data() -> bytes:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            # With one element any stride counts as contiguous, but not for the view.
+            # With one element any stride counts as contiguous, but the view needs stride 1.
             flat = plain.as_strided((plain.numel(),), (1,))
             return flat.view(torch.uint8).numpy().tobytes()
 
@@ -186,7 +186,7 @@ class _Encoder:
         return text
 
     def base64(self, path: _Path, nbytes: int, data: Callable[[], bytes]) -> str:
-        """Count the bytes, and encode them unless the limit has been passed already."""
+        """Count the bytes. Encode them unless the count exceeds the limit."""
         self._count(path, nbytes)
         return base64.b64encode(data()).decode() if self.nbytes <= self._limit_bytes else ""
 
@@ -197,9 +197,7 @@ class _Encoder:
 
 
 def _refusal(path: _Path, what: str) -> TypeError:
-    return TypeError(
-        f"{_text(path)} is {what}, which a commit cannot carry; allowed are {_ALLOWED}"
-    )
+    return TypeError(f"{_text(path)} is {what}, which a commit cannot hold; allowed are {_ALLOWED}")
 
 
 def _checked_nbytes(text: str, path: _Path) -> int:
@@ -298,7 +296,7 @@ class _Kind(NamedTuple):
     encode: Callable[[_Encoder, Any, _Path, int], Any]
     """(encoder, value, path, depth) -> payload."""
     decode: Callable[[Any, int], Any]
-    """(payload, depth) -> value; _decode() turns the errors of a bad payload into ValueError."""
+    """(payload, depth) -> value. _decode() converts the errors of a bad payload to ValueError."""
 
 
 _TORCH_DTYPES = {

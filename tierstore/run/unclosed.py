@@ -21,7 +21,7 @@ class Unclosed:
     commit in flight becomes durable; no other commit is made.
 
     Args:
-        store: the store, which is not kept alive.
+        store: the store. It is referred to weakly.
         committer: the commits of the run.
         usability: the usability of the store.
         stop: ends other work in the background; must not refer to the store.
@@ -44,7 +44,7 @@ class Unclosed:
         _unclosed.discard(self)
 
     def end(self) -> None:
-        """Wait for the commit in flight and warn; the process ends."""
+        """Wait for the commit in flight, then warn. Called when the process ends."""
         if self._usability.is_forked:
             return
         self.cancel()
@@ -87,6 +87,6 @@ def _end_all() -> None:
         store.end()
 
 
-# Not atexit: its hooks come after the threads have ended that commit and move bytes. This hook
-# comes before the one of tierstore.threads, which is registered first: committer.py imports it.
+# Not atexit: its hooks run after the threads that commit and move bytes have ended. This hook runs
+# before the hook of tierstore.threads. That hook is registered first: committer.py imports it.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -19,12 +19,12 @@ logger = logging.getLogger("tierstore")
 
 
 class Usability:
-    """The condition of one store, checked before every call.
+    """The condition of one store. Every call checks it first.
 
     Args:
         ranks: all ranks; failures are published to them.
         has_directory: whether restore() can go back to a commit after a failure. Without a
-            directory this rank stays usable, as optimizers of PyTorch do; the other ranks fail.
+            directory this rank stays usable, like a PyTorch optimizer. The other ranks fail.
         awaits_restore: whether the directory holds a commit that must be restored first.
     """
 
@@ -35,9 +35,9 @@ class Usability:
         self.awaits_restore = awaits_restore
         self.closed = False
         self.failure: BaseException | None = None
-        """The error that left parameters or pages in a mixture of two steps."""
+        """The error that left a mix of two steps in parameters or pages."""
         self.sweeping = False
-        """True if a step is in progress: parameters and pages are a mixture of two steps."""
+        """True if a step is in progress: parameters and pages are then a mix of two steps."""
 
     @property
     def is_forked(self) -> bool:
@@ -45,14 +45,14 @@ class Usability:
         return self._pid != os.getpid()
 
     def fail(self, error: BaseException) -> None:
-        """Refuse everything but restore() and close() from now on, and fail the other ranks."""
+        """From now on refuse all calls except restore() and close(), and fail the other ranks."""
         if self.has_directory:
             self.failure = error
             logger.error("the store failed: %r", error)
         self._ranks.fail(error)
 
     def note_restored(self) -> None:
-        """Allow everything again, after a commit was restored."""
+        """Allow all calls again after a commit was restored."""
         self.failure, self.awaits_restore = None, False
 
     @contextlib.contextmanager
@@ -60,7 +60,7 @@ class Usability:
         """Fail the store if the block raises.
 
         Args:
-            interrupts: whether the store also fails at an interrupt in the block.
+            interrupts: whether an interrupt in the block also fails the store.
         """
         try:
             yield
@@ -79,8 +79,8 @@ class Usability:
             raise StoreClosedError("the store is closed: open another")
         if self.sweeping:
             raise SweepError(
-                "a step is in progress, and some pages are of the step before: make this call "
-                "after the step. A signal handler should only note the signal"
+                "a step is in progress, and some pages are still from the step before: make this "
+                "call after the step. A signal handler should only note the signal"
             )
 
     def require_usable(self) -> None:
@@ -90,11 +90,11 @@ class Usability:
             raise StoreFailedError(
                 f"the store failed: {self.failure!r}. restore() goes back to the last commit, "
                 "if one exists, unless several ranks share the parameters: then start the job "
-                "again with resume=True. No other call works but close()"
+                "again with resume=True. Otherwise only close() works"
             ) from self.failure
 
     def require_restored(self) -> None:
-        """Raise as require_usable(), or RunDirectoryError if a commit must be restored first."""
+        """Raise like require_usable(); raise RunDirectoryError if a commit must be restored."""
         self.require_usable()
         if self.awaits_restore:
             raise RunDirectoryError(

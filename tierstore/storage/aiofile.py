@@ -1,4 +1,4 @@
-"""Buffered I/O through aiofiles: slower, but works on any filesystem and any machine.
+"""Buffered I/O through aiofiles. It is slower, but works on any filesystem and any machine.
 
 One thread runs an asyncio loop. Each transfer is a task on it, and aiofiles makes the blocking
 calls in the engine's pool of threads.
@@ -29,15 +29,15 @@ class AiofilesTicket(ThreadedTicket):
     """One read, write or sync."""
 
     move: Callable[[], Awaitable[tuple[int, int]]]
-    """The transfer; gives the outcome that Engine.wait returns."""
+    """The transfer. Its result is the outcome that Engine.wait returns."""
     task: asyncio.Task[None]  # The loop itself keeps only a weak reference.
 
 
 class _Pool(ThreadPoolExecutor):
-    """The engine's threads, as asyncio takes them. Used by the engine's thread alone."""
+    """The engine's threads as an executor for asyncio. Only the engine's thread uses it."""
 
     def __init__(self, threads: Threads) -> None:
-        super().__init__(1)  # Its thread would begin with the first call, and gets none.
+        super().__init__(1)  # It gets no call, so it starts no thread.
         self._of_engine = threads
 
     @override
@@ -80,8 +80,8 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
 
     @override
     def abandon(self) -> None:
-        # The loop counts as running here, so it cannot be closed. Its pair of wake-up sockets,
-        # which reach no file, stays open until the process ends.
+        # The loop counts as running here, so it cannot be closed. Its pair of wake-up sockets stays
+        # open until the process ends. The sockets reach no file.
         self._selector.close()
 
     @override
@@ -137,7 +137,7 @@ async def _move(is_write: bool, fd: int, memory: memoryview, offset: int) -> tup
     """Move all bytes between memory and file; return (errno or 0, file offset reached)."""
     bytes_done = 0
     try:
-        # The mode decides only which methods exist; the descriptor allows one direction.
+        # The mode only determines which methods exist. The descriptor allows one direction.
         async with aiofiles.open(fd, "r+b", buffering=0, closefd=False) as file:
             await file.seek(offset)
             while bytes_done < len(memory):

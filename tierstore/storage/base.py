@@ -1,7 +1,7 @@
 """Storage protocol: named files of one directory, with asynchronous reads and writes.
 
-A storage does not know what the bytes mean. Operations that a crash could separate are separate
-methods, so that a simulator can drop or reorder everything that is not yet durable.
+A storage does not know the meaning of the bytes. Operations that a crash could separate are
+separate methods: a simulator can then drop or reorder everything that is not yet durable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Transfer(Protocol):
         """Block until the transfer has ended. May be called again, and by several threads.
 
         Raises:
-            StorageError: not all bytes moved; every call raises the same error.
+            StorageError: not all bytes moved. Every call raises the same error.
         """
 
     @abstractmethod
@@ -32,8 +32,8 @@ class Transfer(Protocol):
 class Folder(Protocol):
     """A directory whose children are directories of plain files, for publishing.
 
-    It stays the same directory until close(), whatever takes its place. Used by one thread. Names
-    and errors are as in Storage.
+    Until close() it refers to the same directory, even if another one takes its place. Used by one
+    thread. Names and errors are as in Storage.
     """
 
     @property
@@ -55,9 +55,9 @@ class Folder(Protocol):
 
     @abstractmethod
     def put(self, child: str, name: str, data: bytes) -> None:
-        """Make a file with content ``data``. The data is durable; the name is after sync().
+        """Make a file with content ``data``. The data is durable; the name is durable after sync().
 
-        An existing file is replaced by a fresh one (a new inode). EFBIG if ``data`` has more than
+        A fresh file (a new inode) replaces an existing one. EFBIG if ``data`` has more than
         WHOLE_FILE_BYTES_MAX bytes.
         """
 
@@ -71,15 +71,14 @@ class Folder(Protocol):
 
     @abstractmethod
     def read(self, child: str, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` from a file; return how many bytes, fewer only where the file ends.
+        """Fill ``buffer`` from a file; return the number of bytes, fewer only if the file ends.
 
-        The bytes come from the disk and not from a cache of the system, where the filesystem can
-        read past its cache.
+        If the filesystem can bypass its cache, the bytes come from the disk.
 
         Args:
             child: the child.
             name: the file.
-            offset: where in the file to begin, a multiple of SECTOR_BYTES.
+            offset: first byte in the file, a multiple of SECTOR_BYTES.
             buffer: as in Storage.read().
         """
 
@@ -93,7 +92,7 @@ class Folder(Protocol):
 
     @abstractmethod
     def append(self, child: str, name: str, data: memoryview) -> None:
-        """Add to the end of a file, made if absent. Durable after flush() and sync()."""
+        """Append to a file, made if absent. Durable after flush() and sync()."""
 
     @abstractmethod
     def flush(self, child: str, name: str) -> None:
@@ -121,7 +120,7 @@ class Folder(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; no other method is called any more. May be called again."""
+        """Release everything. No other method is called afterwards. May be called again."""
 
 
 class Storage(Protocol):
@@ -129,7 +128,7 @@ class Storage(Protocol):
 
     Names are plain file names without a slash. A method that fails raises StorageError
     with the errno of the operating system, and never retries an operation that may have
-    happened in part. The directory stays the same one until close(), whatever takes its place.
+    happened in part. Until close() the directory stays the same, even if another takes its place.
     """
 
     @property
@@ -159,19 +158,19 @@ class Storage(Protocol):
         """Raise unless the location still leads to this directory.
 
         Args:
-            name: a file whose content no other directory has; read only if the directory seems to
+            name: a file whose content no other directory has. Read only if the directory seems to
                 be another one.
 
         Raises:
-            RunDirectoryError: the directory was moved, removed or replaced; the files are where
-                it is now.
+            RunDirectoryError: the directory was moved, removed or replaced. The files are in the
+                moved directory.
         """
 
     @abstractmethod
     def register(self, memory: memoryview) -> None:
-        """Announce the memory of most transfers until the next call; empty memory: none.
+        """Announce the memory that most transfers will use. Empty memory ends the registration.
 
-        Transfers become cheaper if the engine supports registration; nothing else changes.
+        If the engine supports registration, transfers become cheaper. Nothing else changes.
         ``memory`` is writable and contiguous, and is kept alive until the next call or close().
         """
 
@@ -187,8 +186,8 @@ class Storage(Protocol):
     def create(self, name: str, nbytes: int) -> None:
         """Make a file of ``nbytes`` zero bytes with its disk space allocated.
 
-        An existing file of that name is replaced by a fresh one (a new inode). The name
-        is durable only after sync_directory().
+        A fresh file (a new inode) replaces an existing one. The name is durable only after
+        sync_directory().
         """
 
     @abstractmethod
@@ -214,10 +213,10 @@ class Storage(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Make a small file with content ``data``. The data is durable; the name is not yet.
 
-        An existing file of that name is replaced by a fresh one (a new inode), and lost if
-        put() fails: write under a temporary name and rename() where the old content must
-        survive a crash. EFBIG, and an unchanged file, if ``data`` has more than
-        WHOLE_FILE_BYTES_MAX bytes, which get() refuses.
+        A fresh file (a new inode) replaces an existing one. If put() fails, the old file is lost:
+        if its content must survive a crash, write under a temporary name and rename(). If ``data``
+        has more than WHOLE_FILE_BYTES_MAX bytes, which get() would refuse, EFBIG is raised and the
+        old file is unchanged.
         """
 
     @abstractmethod
@@ -230,7 +229,7 @@ class Storage(Protocol):
 
     @abstractmethod
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a file, replacing any file called ``new_name``. Not yet durable."""
+        """Rename a file. Replaces a file called ``new_name``. Not yet durable."""
 
     @abstractmethod
     def link(self, name: str, new_name: str) -> None:
@@ -240,7 +239,7 @@ class Storage(Protocol):
     def is_shared(self, name: str) -> bool:
         """Return whether a file has another name anywhere, or is mapped in this process.
 
-        A write to a shared file changes what its other users see.
+        A write to a shared file changes the file for its other users.
         """
 
     @abstractmethod
@@ -248,16 +247,16 @@ class Storage(Protocol):
         """Return the content of a file that is not empty as private memory.
 
         The file is read when the memory is first touched. The memory is writable, but writes do
-        not reach the file. The memory keeps its content when another file takes the name; a
-        write to this very file may change it, see is_shared().
+        not reach the file. The memory keeps its content when another file takes the name. A write
+        to this file itself may change the memory, see is_shared().
         """
 
     @abstractmethod
     def scratch(self, nbytes: int) -> memoryview:
         """Return zeroed memory whose content the system may keep in the directory.
 
-        It has one byte or more. The disk space is allocated now, under no name, and is
-        freed with the memory.
+        ``nbytes`` is at least 1. The disk space is allocated now, under no name, and is freed with
+        the memory.
         """
 
     @abstractmethod
@@ -276,13 +275,13 @@ class Storage(Protocol):
     def drain(self) -> None:
         """Block until every transfer started so far has ended, successfully or not.
 
-        For a caller whose interrupt came after the start of a transfer and before the
-        transfer was kept.
+        For a caller that was interrupted after the start of a transfer and before it kept the
+        transfer.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop every descriptor at once, in a forked child, touching no file and no lock."""
+        """Drop every descriptor in a forked child. Changes no file and no lock."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ def check_name(name: str) -> str:
     """Return ``name``.
 
     Raises:
-        ValueError: it is not a plain file name, or it is the name of the lock.
+        ValueError: the name is not a plain file name, or it is the name of the lock.
     """
     if name in ("", ".", "..", LOCK_NAME) or "/" in name or "\0" in name:
         raise ValueError(f"a name must be a plain file name other than {LOCK_NAME!r}, got {name!r}")
@@ -37,17 +37,17 @@ def check_nbytes(nbytes: int) -> None:
 def checked_bytes(buffer: memoryview, extent: Extent, *, written_to: bool) -> npt.NDArray[np.uint8]:
     """Return the memory of ``buffer`` as uint8 of shape (extent.nbytes,).
 
-    The array keeps the buffer's export: while it lives, the memory can be neither
+    The array holds an export of the buffer: while the array lives, the memory can be neither
     released nor resized.
 
     Args:
         buffer: the argument of read() or write().
-        extent: range of the file, as long as the buffer must be.
-        written_to: whether the transfer writes to this memory, as a read does.
+        extent: range of the file. The buffer must have the same length.
+        written_to: whether the transfer writes to this memory. A read does.
 
     Raises:
-        ValueError: the buffer is read-only though written to, not contiguous, of another
-            length than the extent, or does not start at a multiple of SECTOR_BYTES.
+        ValueError: the buffer is written to but read-only, is not contiguous, differs in length
+            from the extent, or does not start at a multiple of SECTOR_BYTES.
     """
     if written_to and buffer.readonly:
         raise ValueError("a read needs a writable buffer, got a read-only one")
@@ -65,7 +65,7 @@ def checked_bytes(buffer: memoryview, extent: Extent, *, written_to: bool) -> np
 
 
 def check_usable(location: str, *, closed: bool, owner_pid: int) -> None:
-    """Raise StoreClosedError for a closed storage, and for one inherited through a fork."""
+    """Raise StoreClosedError if a storage is closed or was inherited through a fork."""
     if closed:
         raise StoreClosedError(f"the storage of {location} was closed")
     if os.getpid() != owner_pid:
@@ -75,7 +75,7 @@ def check_usable(location: str, *, closed: bool, owner_pid: int) -> None:
 
 
 def lock_text() -> str:
-    """Return the content of the lock file: which process holds the lock."""
+    """Return the content of the lock file. It names the process that holds the lock."""
     return f"process {os.getpid()} on host {socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""The drives below a directory and their wear, as the system tells them."""
+"""The drives below a directory and their wear, as reported by the system."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _SMARTCTL_SECONDS_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A drive below a directory. What the system does not tell is None."""
+    """A drive below a directory. Values that the system does not report are None."""
 
     name: str
     model: str | None
     percentage_used: int | None
-    """SMART wear; 100 is the rated life of the drive, and more is possible."""
+    """SMART wear. 100 is the rated life of the drive; larger values are possible."""
     bytes_written: int | None
     unknown: str | None
     """Reason why the wear is unknown."""
 
 
 def drives_below(directory: Path) -> tuple[Drive, ...]:
-    """Return the drives of a directory; none if it is on no block device (tmpfs, overlay, NFS).
+    """Return the drives of a directory; () if it is not on a block device (tmpfs, overlay, NFS).
 
     A drive that does not answer takes five seconds.
     """
@@ -42,7 +42,7 @@ def drives_below(directory: Path) -> tuple[Drive, ...]:
 
 
 def _disks(device: Path) -> Iterator[Path]:
-    """Yield the disks that a partition, RAID or mapped device consists of."""
+    """Yield the disks of a partition, RAID or mapped device."""
     if (device / "partition").exists():
         device = device.parent
     slaves = device / "slaves"

@@ -1,4 +1,4 @@
-"""Protocol of engines, which move the bytes between files and memory."""
+"""Protocol of engines. An engine moves bytes between files and memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ THREAD_NAME = "tierstore-io"
 
 # Request size and queue depth of the engines with direct I/O. One request is large enough to
 # amortize its cost and small enough that several requests share a page. With more requests in
-# flight than a device needs, one call submits several of them and one wake-up completes
-# several: a depth of 32 took three quarters of the processor time of 16, and half that of 8.
+# flight than a device needs, one call submits several and one wake-up completes several. In
+# processor time, a depth of 32 took three quarters of a depth of 16, and half of a depth of 8.
 REQUEST_BYTES = 8 << 20
 QUEUE_DEPTH = 32
 
 
 class Ticket(Protocol):
-    """One transfer or sync, made before its submission so that it can be registered first."""
+    """One transfer or sync. It is made before submission so that it can be registered first."""
 
     @property
     def ended(self) -> bool:
-        """True when the kernel has stopped using the memory and the descriptors."""
+        """True if the kernel no longer uses the memory and the descriptors."""
 
 
 TicketT = TypeVar("TicketT", bound=Ticket)
@@ -35,7 +35,7 @@ class Engine(Protocol[_SubmittedT]):
     def submit(
         self, ticket: _SubmittedT, is_write: bool, fd: int, address: int, nbytes: int, offset: int
     ) -> None:
-        """Start a transfer; memory and descriptor must stay valid until it has ended.
+        """Start a transfer. Memory and descriptor must stay valid until it has ended.
 
         Raises:
             RuntimeError: the engine is closed. The ticket ends with ECANCELED.
@@ -43,7 +43,7 @@ class Engine(Protocol[_SubmittedT]):
 
     @abstractmethod
     def submit_sync(self, ticket: _SubmittedT, fds: list[int]) -> None:
-        """Start an fdatasync of every descriptor; errors as submit()."""
+        """Start an fdatasync of every descriptor; errors as in submit()."""
 
     @abstractmethod
     def wait(self, ticket: _SubmittedT) -> tuple[int, int]:
@@ -61,8 +61,8 @@ class Engine(Protocol[_SubmittedT]):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all transfers, then release everything. Called again after an interrupt."""
+        """Wait for all transfers, then release everything. Call it again after an interrupt."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Close the engine's descriptors in a forked child, and nothing else."""
+        """Close the engine's descriptors in a forked child. Do nothing else."""

@@ -1,4 +1,4 @@
-"""Storage of one directory on a filesystem, whose transfers an engine moves."""
+"""Storage of one directory on a filesystem. An engine moves its transfers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tierstore.storage.paths import (
 )
 from tierstore.units import Extent
 
-# Most descriptors of transfers in flight; a further transfer waits before it starts. Every
+# Most descriptors of transfers in flight. A further transfer waits before it starts. Every
 # engine has far fewer requests in flight, so the limit costs no speed.
 _OPEN_FILES_MAX = 64
 
@@ -57,22 +57,22 @@ _FLUSH_FILES_MAX = 32
 
 _LOCK_POLL_S = 0.1
 
-_Descriptors = list[int]  # In the storage the name list is a method.
+_Descriptors = list[int]  # In the storage, ``list`` is a method.
 
 
 class Operation(Generic[TicketT]):
-    """One read, write, flush or registration, and what the kernel uses until its end.
+    """One read, write, flush or registration, with the resources that the kernel uses.
 
     Args:
         what: the operation, for errors.
-        directory: of the files.
+        directory: the directory of the files.
         names: a file for each descriptor.
         ticket: the operation in the engine.
         extent: range of a read or write.
         memory: kept alive until the end.
 
     Attributes:
-        failure: the operation that failed first, its file and errno; None without an error.
+        failure: the first failed operation, its file and errno; None without an error.
     """
 
     __slots__ = (
@@ -122,9 +122,9 @@ class Operation(Generic[TicketT]):
             raise storage_error(self._what, path, error.errno or errno.EIO, self._extent) from error
 
     def finish(self, error: int, position: int) -> None:
-        """Take the outcome of the engine, and release what the kernel has used.
+        """Record the engine's outcome, and release the memory and descriptors.
 
-        Called again after an interrupt, and by several threads.
+        May be called again after an interrupt, and by several threads.
         """
         with self._mutex:
             if error:
@@ -140,16 +140,16 @@ class Operation(Generic[TicketT]):
         self._memory = None
         while self.fds:
             try:
-                # An interrupt loses no descriptor, because C code removes it from the list.
+                # C code removes the descriptor from the list, so an interrupt cannot lose it.
                 next(map(os.close, map(self.fds.pop, [-1])))
             except OSError as error:
                 path = self._path(len(self.fds))
                 self._fail(f"close after {self._what}", path, error.errno or errno.EIO)
 
     def _write_back(self, fd: int) -> None:
-        """Write what the page cache holds of a write, if the filesystem has put it there.
+        """Write back the bytes of a write that the filesystem has put into the page cache.
 
-        An error of a later write-back might not be reported to the descriptor of a flush.
+        A flush uses another descriptor, and may not report an error of a later write-back.
         """
         assert self._extent is not None
         try:
@@ -184,24 +184,24 @@ class _EngineTransfer(Transfer, Generic[TicketT]):
 class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
     """Files of one directory, moved by one engine. A subclass sets ``engine`` and ``direct``.
 
-    A transfer needs its descriptors and its memory until the kernel no longer uses them, even
-    if the caller drops the transfer. The storage keeps all operations that have not ended.
+    The kernel uses the descriptors and the memory of a transfer even if the caller drops the
+    transfer. The storage therefore keeps all operations that have not ended.
 
     Args:
         directory: made with mode 0700 where absent.
-        new_engine: makes the engine, which is closed with the storage.
+        new_engine: makes the engine. The engine is closed with the storage.
         new_ticket: makes a ticket of this engine.
 
     Raises:
         RunDirectoryError: the directory cannot be made or opened.
-        OSError, ThreadError: as new_engine().
+        OSError, ThreadError: as in new_engine().
     """
 
     direct: bool
     """True if files are opened for direct I/O (O_DIRECT)."""
 
     _engine: Engine[TicketT]
-    _released = True  # Until there is something that close() releases.
+    _released = True  # Until close() has something to release.
 
     def __init__(
         self,
@@ -210,10 +210,10 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
         new_ticket: Callable[[], TicketT],
     ) -> None:
         self._new_ticket = new_ticket
-        # The operations that have not ended, oldest first. Only single dict operations are used, so
-        # that a forked child finds a consistent dict.
+        # The operations that have not ended, oldest first. Use only single dict operations: a
+        # forked child then finds a consistent dict.
         self._in_use: dict[Operation[TicketT], None] = {}
-        # Makes "registered, then submitted" one act for drain(). A forked child never takes it.
+        # For drain(), register and submit count as one act. A forked child never takes this lock.
         self._submit_mutex = threading.Lock()
         self._close_mutex = threading.Lock()
         self._lock_mutex = threading.Lock()
@@ -223,20 +223,20 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
         self._directory = HeldDirectory(directory)
         self._location = str(self._directory.path)  # Every operation asks for it.
         try:
-            # On one line: what is interrupted later can be closed, and __del__() does it.
+            # On one line: after a later interrupt, __del__() closes the engine.
             self._engine, self._released = new_engine(), False
         except BaseException:
             self._directory.close()
             raise
 
     def __del__(self) -> None:
-        """Close a storage that was dropped unclosed, whose engine has Python threads."""
-        # At the end of the interpreter its threads have stopped already, and the system
-        # releases everything.
+        """Close a storage that was dropped unclosed and whose engine has Python threads."""
+        # When the interpreter exits, the threads have stopped already, and the system releases
+        # everything.
         if sys.is_finalizing():
             return
         if threading.current_thread().name.startswith(THREAD_NAME):
-            # The collector ran in a thread that close() would wait for.
+            # The collector may run in a thread for which close() would wait.
             threading.Thread(target=self.close).start()
         else:
             self.close()
@@ -305,7 +305,7 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
                     if nbytes > 0:
                         os.posix_fallocate(fd, 0, nbytes)
                 except OSError:
-                    # Frees the space that the full disk had allocated.
+                    # Free the space that was allocated before the disk was full.
                     os.unlink(entry.name, dir_fd=entry.directory)
                     raise
 
@@ -344,7 +344,7 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
     def map(self, name: str) -> memoryview:
         with opened("map", self.entry(name), os.O_RDONLY) as fd:
             status = os.fstat(fd)
-            # Private: pages that are not written to stay in the page cache.
+            # A private mapping: unwritten pages stay in the page cache.
             memory = map_file(fd, status.st_size, shared=False)
             mappings.add(status, memory)
         return memoryview(memory)
@@ -354,7 +354,7 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
         self._check_usable()
         directory = self._directory
         with storage_errors("scratch", directory.path), directory.nameless_file() as fd:
-            # Without allocated space, a write to the memory on a full disk raises a signal.
+            # Allocate the space: otherwise, on a full disk, a write to the memory raises a signal.
             os.posix_fallocate(fd, 0, nbytes)
             return memoryview(map_file(fd, nbytes, shared=True))
 
@@ -391,13 +391,13 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
             self.wait_for(operation)
 
     def wait_for(self, operation: Operation[TicketT]) -> None:
-        """Block until an operation of this storage has ended and has released what it used.
+        """Block until an operation of this storage has ended and has released its resources.
 
         Raises:
             StoreClosedError: in a forked child.
         """
         self._check_owner()
-        if operation not in self._in_use:  # Released already, to make room for a later one.
+        if operation not in self._in_use:  # Released already to make room for a later operation.
             return
         try:
             outcome = self._engine.wait(operation.ticket)
@@ -425,21 +425,21 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
         self._engine.abandon()
         self._release_all()
         self._directory.close()
-        # Closing this copy of the descriptor keeps the parent's lock; unlocking would not.
+        # Close this copy of the descriptor: unlocking it would release the parent's lock.
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     @override
     def close(self) -> None:
-        """In a forked child the same as abandon().
+        """Close; in a forked child, do the same as abandon().
 
-        An interrupt leaves the directory locked, because transfers may still run: call close()
-        again to wait for them.
+        An interrupt leaves the directory locked, because transfers may still be in flight: call
+        close() again to wait for them.
 
         Raises:
-            StorageError: the name of this process cannot be removed from the lock file.
-                Everything was released.
+            StorageError: the name of this process cannot be removed from the lock file. All
+                resources were released.
         """
         if self._released:
             return
@@ -477,7 +477,7 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
         return _EngineTransfer(self, operation)
 
     def _make_room(self) -> None:
-        """Release ended operations; while too many have not ended, wait for the oldest."""
+        """Release ended operations. While too many are in flight, wait for the oldest."""
         for operation in list(self._in_use):
             if operation.ticket.ended:
                 self.wait_for(operation)
@@ -493,12 +493,12 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
         flags: int | None,
         submit: Callable[[TicketT, _Descriptors], None],
     ) -> None:
-        """Open the files of an operation, if there are flags to open them with, and submit it."""
+        """Open the files of an operation if ``flags`` are given, and submit the operation."""
         try:
             if flags is not None:
                 operation.open(flags | OPEN_FLAGS)
             with self._submit_mutex:
-                # Registered before submitted: an interrupt in between must not free the memory.
+                # Register before submitting: an interrupt in between must not free the memory.
                 self._in_use[operation] = None
                 submit(operation.ticket, operation.fds)
         except RuntimeError as error:  # The ticket has ended.
@@ -521,7 +521,7 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
                 return
             with (
                 storage_errors("unlock", self._directory.path / LOCK_NAME),
-                # Calls all, the last one first, whatever fails.
+                # Calls all callbacks, the last one first, even if some fail.
                 ExitStack() as stack,
             ):
                 stack.callback(setattr, self, "_lock_fd", None)
@@ -548,7 +548,7 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
             time.sleep(min(_LOCK_POLL_S, time_left_s))
 
     def _check_owner(self) -> None:
-        """Raise StoreClosedError in a forked child, which has no engine thread to wait for."""
+        """Raise StoreClosedError in a forked child: it has no engine thread."""
         check_usable(self.location, closed=False, owner_pid=self._owner_pid)
 
     def _check_usable(self) -> None:
@@ -561,13 +561,13 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
 
 
 def _write_holder(fd: int, text: str) -> None:
-    """Write who holds the lock, unless the lock file has a second name, which may be another's."""
+    """Write the holder of the lock, unless the lock file has a second name: it may be foreign."""
     if os.fstat(fd).st_nlink == 1:
         os.ftruncate(fd, 0)
         os.pwrite(fd, text.encode(), 0)
 
 
 def _holder(fd: int) -> str:
-    """Return what the lock file says, or an empty text if it has a second name."""
+    """Return the content of the lock file; "" if the file has a second name."""
     text = os.pread(fd, 1024, 0) if os.fstat(fd).st_nlink == 1 else b""
     return text.decode(errors="replace")

@@ -30,11 +30,11 @@ from tierstore.units import Extent
 
 
 class LinkableStorage(Storage):
-    """A storage on a filesystem, whose files a LocalFolder can link."""
+    """A storage on a filesystem. A LocalFolder can link its files."""
 
     @abstractmethod
     def entry(self, name: str) -> Entry:
-        """Return a file, relative to the directory that the storage holds."""
+        """Return a file relative to the directory that the storage holds."""
 
 
 class LocalFolder(Folder):
@@ -43,7 +43,7 @@ class LocalFolder(Folder):
     A child is never a symbolic link.
 
     Raises:
-        RunDirectoryError: it cannot be made or opened, or is not a directory.
+        RunDirectoryError: the directory cannot be made or opened, or is not a directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -154,10 +154,10 @@ class LocalFolder(Folder):
 
     @contextmanager
     def _file(self, what: str, child: str, name: str) -> Iterator[Entry]:
-        """Keep a child open during the block; yields a file in it, which errors name."""
+        """Keep a child open during the block; yield a file in it. Errors name the file."""
         folder = self._child(child)
         path = folder.path / check_name(name)
-        # Opened under the path of the file, so that errors name the file.
+        # Open the child under the path of the file, so that errors name the file.
         folder = Entry(path, folder.name, folder.directory)
         with opened(what, folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
             yield Entry(path, name, fd)

@@ -1,4 +1,4 @@
-"""A directory that is held open: it stays the same one, whatever takes its place in the tree."""
+"""A directory that is held open. It stays the same, even if another one takes its place."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tierstore.storage.paths import (
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
-"""Errors of a filesystem, or a kernel, that makes no file without a name."""
+"""Errors of a filesystem or a kernel that cannot make a file without a name."""
 
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 class HeldDirectory:
-    """A directory of a filesystem and a descriptor of it, relative to which its files are opened.
+    """A directory and a descriptor of it. Files are opened relative to the descriptor.
 
     Forked children close their copies of the descriptor.
 
@@ -42,7 +42,7 @@ class HeldDirectory:
         path: made with mode 0700 if absent. Symbolic links are followed.
 
     Raises:
-        RunDirectoryError: it cannot be made or opened, or is not a directory.
+        RunDirectoryError: the directory cannot be made or opened, or is not a directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class HeldDirectory:
         _held.add(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_fds"):  # No interrupt came before.
+        if hasattr(self, "_fds"):  # False after an early interrupt.
             self.close()
 
     @property
@@ -66,7 +66,7 @@ class HeldDirectory:
         """The descriptor.
 
         Raises:
-            StoreClosedError: after close().
+            StoreClosedError: close() was called.
         """
         try:
             return self._fds[0]
@@ -74,33 +74,33 @@ class HeldDirectory:
             raise StoreClosedError(f"the directory {self.path} was closed") from None
 
     def entry(self, name: str) -> Entry:
-        """Return a file or a directory in it."""
+        """Return a file or a directory in this directory."""
         return Entry(self.path / name, name, self.fd)
 
     def open_all(self, fds: list[int], names: Sequence[str], flags: int) -> None:
         """Open files and add their descriptors to a list, up to the first error.
 
         Raises:
-            OSError: the file that follows in ``names`` cannot be opened.
+            OSError: the next file in ``names`` cannot be opened.
         """
         # An interrupt loses no descriptor, because C code adds it to the list.
         fds.extend(map(partial(os.open, dir_fd=self.fd), names, repeat(flags)))
 
     @contextmanager
     def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """Give the block everything in the directory, in any order; errors are StorageErrors."""
-        # Scans of one open file would share its position.
+        """Yield the entries of the directory in any order. Errors are StorageErrors."""
+        # Open it again: scans of one open file would share its position.
         with opened("list", self._itself, _OPEN_FLAGS) as fd, os.scandir(fd) as entries:
             yield entries
 
     def sync(self) -> None:
-        """Make the names in it durable."""
+        """Make the names in the directory durable."""
         with storage_errors("sync directory", self.path):
             sync_names(self._itself)
 
     @contextmanager
     def nameless_file(self) -> Iterator[int]:
-        """Keep a new file without a name open during the block; yields its descriptor.
+        """Keep a new file without a name open during the block; yield its descriptor.
 
         Raises:
             OSError: the disk refuses.
@@ -126,12 +126,12 @@ class HeldDirectory:
         """Raise unless the path still leads to this directory.
 
         Args:
-            name: a file whose content no other directory has. It is compared where the path leads
-                to another inode, because overlayfs and NFS may renumber a directory.
+            name: a file whose content no other directory has. It is compared if the path leads to
+                another inode, because overlayfs and NFS may renumber a directory.
 
         Raises:
             RunDirectoryError: the path is absent, or leads to another directory.
-            StorageError: the disk does not tell.
+            StorageError: the disk does not answer.
         """
         with storage_errors("look for", self.path):
             try:
@@ -142,14 +142,14 @@ class HeldDirectory:
         if not same and not self._has_same(name):
             raise RunDirectoryError(
                 f"{self.path}: {found} is there now. The directory of the run was moved, removed "
-                f"or replaced while a store used it, and nothing more is committed. {self._steps()}"
+                f"or replaced while a store used it. No further step is committed. {self._steps()}"
             )
 
     def close(self) -> None:
         """Close the descriptor. May be called again.
 
         Raises:
-            StorageError: the system reports an error. The descriptor is closed nevertheless.
+            StorageError: the system reports an error. The descriptor is closed in any case.
         """
         while self._fds:
             with storage_errors("close", self.path):
@@ -161,10 +161,10 @@ class HeldDirectory:
         return Entry(self.path, ".", self.fd)
 
     def _has_same(self, name: str) -> bool:
-        """Return whether a file is the same by path as in the directory that is held."""
+        """Return whether the path leads to the same file as the held directory."""
         try:
             found = get_file(Entry.of(self.path / name))
-        except CorruptionError:  # It is longer than any such file.
+        except CorruptionError:  # The file is longer than any such file.
             return False
         except StorageError as error:
             if error.errno in _ABSENT:
@@ -173,18 +173,18 @@ class HeldDirectory:
         return found == get_file(self.entry(name))
 
     def _steps(self) -> str:
-        """Return where the steps of the run are, in words, and what to do."""
+        """Return text that says where the steps of the run are and what to do."""
         place = "the directory that was moved"
         with suppress(OSError):  # No /proc here.
             if os.fstat(self.fd).st_nlink == 0:
                 return (
-                    "It was removed, and its steps with it: begin a new run, with "
-                    "restore(checkpoint=PATH) if there is a checkpoint"
+                    "It was removed together with its steps: begin a new run, with "
+                    "restore(checkpoint=PATH) if you have a checkpoint"
                 )
             place = os.readlink(f"/proc/self/fd/{self.fd}")
         return (
-            f"Its committed steps are in {place}; move it back and call restore(), or open it "
-            "where it is with resume=True"
+            f"Its committed steps are in {place}; move the directory back and call restore(), or "
+            "open it there with resume=True"
         )
 
 

@@ -1,8 +1,8 @@
-"""Direct I/O through the kernel's older asynchronous interface, where io_uring is forbidden.
+"""Direct I/O through the kernel's older asynchronous interface, for systems without io_uring.
 
-One Python thread owns the AIO context. It sleeps on an eventfd that the kernel counts up with
-every completion and callers with every submission; its work per request of several MiB is
-small compared with the device's.
+One Python thread owns the AIO context. It sleeps on an eventfd. The kernel increments the eventfd
+with every completion, and callers with every submission. The work of the thread for a request of
+several MiB is small compared with the work of the device.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _REFUSED_PAUSE_S = 0.01
 
 
 class _Context(AIOContext):  # type: ignore[misc]
-    """A context that only its own process destroys: forked children do not inherit it."""
+    """A context that only its own process destroys. Forked children do not inherit it."""
 
     def __init__(self, requests: int) -> None:
         self._owner_pid = os.getpid()
         super().__init__(requests)
 
     def close(self) -> None:
-        """Wait for requests in flight and destroy the context. Called by its destructor, too."""
+        """Wait for requests in flight and destroy the context. The destructor also calls it."""
         if os.getpid() == self._owner_pid:
             super().close()
 
@@ -46,7 +46,7 @@ class LibaioTicket(ThreadedTicket):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[_Part] = []  # Of a transfer, until the engine's thread takes them.
+        self.parts: list[_Part] = []  # Parts of a transfer, until the engine's thread takes them.
         self.parts_left = 0
 
 
@@ -89,7 +89,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         self._context = _Context(queue_depth)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         # Used by the thread only.
-        self._ready: deque[_Part] = deque()  # Requests to be submitted.
+        self._ready: deque[_Part] = deque()  # Requests to submit.
         self._in_flight: dict[AIOBlock, _Part] = {}
         self._refusals = 0
         super().__init__()
@@ -148,7 +148,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
                 # The error concerns the first request.
                 self._complete(self._ready.popleft(), -(error.errno or errno.EIO))
             elif self._in_flight:
-                return False  # Retried when one of these has completed.
+                return False  # Retry when a request in flight has completed.
             else:
                 self._pause_or_fail(error.errno)
             return True
@@ -158,7 +158,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         return True
 
     def _pause_or_fail(self, error: int) -> None:
-        """Pause, because no completion would wake the thread; after too many pauses fail."""
+        """Pause, because no completion would wake the thread. Fail after too many pauses."""
         self._refusals += 1
         if self._refusals <= RETRIES_MAX:
             time.sleep(_REFUSED_PAUSE_S)

@@ -1,6 +1,6 @@
 """Register of the files that are mapped in this process, or in processes forked from it.
 
-All storages share it, because memory outlives the storage that mapped it: another storage of
+All storages share this register: memory outlives the storage that mapped it, and another storage of
 the same directory must not write to a mapped file.
 """
 
@@ -14,11 +14,11 @@ import weakref
 _PRUNE_MIN = 64
 
 _File = tuple[int, int]
-"""Device and inode: the same under any name, for as long as the file exists."""
+"""Device and inode. They are the same under any name, as long as the file exists."""
 
 
 class Mappings:
-    """Memory over files, for as long as it is referenced. May be used by several threads."""
+    """Memory over files, as long as it is referenced. Several threads may use it."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -40,12 +40,12 @@ class Mappings:
             return _file(status) in self._forked or bool(self._memory.get(_file(status)))
 
     def forget(self, status: os.stat_result) -> None:
-        """Unregister the inode number of a removed file, which a fresh file has taken."""
+        """Unregister the inode number of a removed file. A fresh file now has this number."""
         with self._mutex:
             self._forked.discard(_file(status))
 
     def keep_for_children(self) -> None:
-        """Count all current mappings as in use for ever: this process cannot see a child's use."""
+        """Mark all current mappings as in use forever: a child's use is invisible here."""
         self._forked.update(file for file, maps in list(self._memory.items()) if maps)
 
     def begin_child(self) -> None:

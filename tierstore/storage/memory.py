@@ -27,7 +27,7 @@ from tierstore.storage.paths import storage_error
 from tierstore.units import Extent
 
 Folders = dict[str, dict[str, dict[str, bytearray]]]
-"""Path of a folder -> child -> file -> content. One content under two names is a linked file."""
+"""Path of a folder -> child -> file -> content. A linked file is one content under two names."""
 
 _T = TypeVar("_T")
 
@@ -43,7 +43,7 @@ class MemoryFiles:
     def __init__(self, folders: Folders | None = None) -> None:
         self.contents: dict[str, bytearray] = {}
         self.folders: Folders = {} if folders is None else folders
-        # Taken itself: __enter__ of a Condition is not code of C. See tierstore.threads.
+        # Use the lock itself: __enter__ of a Condition is Python code. See tierstore.threads.
         self.mutex = threading.RLock()
         self.changed = threading.Condition(self.mutex)
         self.holder: MemoryStorage | None = None
@@ -92,7 +92,7 @@ class MemoryStorage(Storage):
 
     @override
     def require_in_place(self, name: str) -> None:
-        """Nothing moves files in memory."""
+        """Do nothing: files in memory cannot be moved."""
         self._check_usable()
 
     @override
@@ -136,7 +136,7 @@ class MemoryStorage(Storage):
 
     @override
     def flush(self, names: Sequence[str]) -> None:
-        """Only checks that the files exist."""
+        """Only check that the files exist."""
         self._check_usable()
         for name in names:
             self._content("flush", name)
@@ -173,7 +173,7 @@ class MemoryStorage(Storage):
     def is_shared(self, name: str) -> bool:
         content = self._content("is_shared", name)
         with self.files.mutex:
-            # Copies, because another thread may put a file into a folder meanwhile.
+            # Copy the lists, because another thread may put a file into a folder meanwhile.
             folders = list(self.files.folders.values())
             children = [child for folder in folders for child in list(folder.values())]
             directories = [self.files.contents, *children]
@@ -295,7 +295,7 @@ class MemoryFolder(Folder):
 
     @override
     def flush(self, child: str, name: str) -> None:
-        """Only checks that the file exists."""
+        """Only check that the file exists."""
         self._content("flush", child, name)
 
     @override
@@ -319,7 +319,7 @@ class MemoryFolder(Folder):
 
     @override
     def sync(self, child: str) -> None:
-        """Only checks that the child exists."""
+        """Only check that the child exists."""
         self._child("sync", child)
 
     @override

@@ -1,4 +1,4 @@
-"""Operating system calls on files, shared by everything that works on a filesystem.
+"""Operating system calls on files, shared by all code that works on a filesystem.
 
 Files and directories are made private to the user, and symbolic links are not followed.
 """
@@ -21,25 +21,25 @@ from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import SECTOR_BYTES, Extent, format_bytes
 
 NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-"""Errors of a filesystem that has no O_DIRECT, or not for such a transfer."""
+"""Errors of a filesystem without O_DIRECT, or without O_DIRECT for such a transfer."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a full disk, or of a user who may store no more."""
+"""Errors of a full disk, or of an exhausted quota."""
 
 NO_CALL = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 """Errors of a filesystem that lacks a call."""
 
 NO_LOCKS = NO_CALL | {errno.ENOLCK}
-"""Errors of flock() where a filesystem has no locks, as Lustre without ``-o flock``."""
+"""Errors of flock() on a filesystem without locks, such as Lustre without ``-o flock``."""
 
 NO_MODES = NO_CALL | {errno.EPERM}
-"""Errors of chmod() where a filesystem gives all files one mode, as mounts of Windows do."""
+"""Errors of chmod() on a filesystem where all files have one mode, such as a Windows mount."""
 
 NO_LINKS = NO_CALL | {errno.EPERM, errno.EMLINK}
-"""Errors of link() where a filesystem has no links, or not so many."""
+"""Errors of link() on a filesystem without links, or with too few."""
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags of every open() of a file: links are not followed, started programs do not inherit it."""
+"""Flags of every open() of a file: do not follow links, do not pass it to started programs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -47,7 +47,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _MAP_FIXED = 0x10
 _WRITE, _WRITE_AND_WAIT = 2, 7
-"""Flags of sync_file_range(): write; and all: wait before, write, wait after."""
+"""Flags of sync_file_range(): write; all flags: wait before, write, wait after."""
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -55,24 +55,24 @@ DIRECTORY_MODE = 0o700
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file or directory, as system calls find it and as errors name it."""
+    """A file or directory: its place for system calls, and its path for errors."""
 
     path: Path
-    """For errors."""
+    """Path in errors."""
     name: str
-    """Relative to ``directory``."""
+    """Name relative to ``directory``."""
     directory: int | None
     """A descriptor (``dir_fd``); None: ``name`` is a path."""
 
     @classmethod
     def of(cls, path: Path) -> Entry:
-        """Return what is found by a path, whichever directory that leads to."""
+        """Return the entry of a path. The path is resolved anew in each call."""
         return cls(path, os.fspath(path), None)
 
 
 @contextmanager
 def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError that names the file."""
+    """Convert an OSError of the block to a StorageError that names the file."""
     try:
         yield
     except OSError as error:
@@ -94,12 +94,12 @@ def make_directory(directory: Path) -> None:
     """Make ``directory`` and its absent parents, durably and private to the user.
 
     Raises:
-        RunDirectoryError: it cannot be made, or is not a directory.
+        RunDirectoryError: the directory cannot be made, or is not a directory.
     """
     try:
         absent = takewhile(lambda path: not is_there(path), (directory, *directory.parents))
         for candidate in reversed(list(absent)):
-            # Another process may have made it since.
+            # Another process may have made it meanwhile.
             with suppress(FileExistsError):
                 os.mkdir(candidate, DIRECTORY_MODE)
             sync_path(candidate.parent)
@@ -124,20 +124,20 @@ def unusable_directory(directory: Path, error: OSError) -> RunDirectoryError:
 
 
 def no_locks_error(where: str, error: OSError) -> RunDirectoryError:
-    """Return the error for a filesystem that cannot keep other processes out of a run."""
+    """Return the error for a filesystem that cannot lock out other processes."""
     return RunDirectoryError(
-        f"{where}: the filesystem has no locks ({errno_text(error.errno or errno.EIO)}), and two "
-        "processes that write one run destroy it: mount it with locks (Lustre with -o flock, NFS "
-        "with lockd), or name a directory on another filesystem"
+        f"{where}: the filesystem has no locks ({errno_text(error.errno or errno.EIO)}). Two "
+        "processes that write one run would destroy it: mount it with locks (Lustre with -o flock, "
+        "NFS with lockd), or name a directory on another filesystem"
     )
 
 
 def works(call: Callable[[], None], *, absent: Collection[int]) -> bool:
-    """Make a call; return False where the filesystem does not have it.
+    """Make a call; return False if the filesystem does not support it.
 
     Args:
         call: the call.
-        absent: the errors that say so, such as NO_LOCKS.
+        absent: errors that mean "not supported", such as NO_LOCKS.
 
     Raises:
         OSError: another error.
@@ -152,13 +152,13 @@ def works(call: Callable[[], None], *, absent: Collection[int]) -> bool:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Set the mode of a file or directory, where the filesystem has modes."""
+    """Set the mode of a file or directory, if the filesystem has modes."""
     works(lambda: os.chmod(path, mode), absent=NO_MODES)
 
 
 @contextmanager
 def opened(what: str, entry: Entry, flags: int) -> Iterator[int]:
-    """Keep a file open during the block, and turn OSErrors into StorageErrors.
+    """Keep a file open during the block; convert OSErrors to StorageErrors.
 
     ``flags`` are combined with OPEN_FLAGS. O_CREAT makes the file with FILE_MODE.
     """
@@ -182,23 +182,23 @@ def sync_path(directory: Path) -> None:
 
 
 def sync_names(directory: Entry) -> None:
-    """Make the names in a directory durable; its entry is ``"."``, relative to itself."""
+    """Make the names in a directory durable. Its entry is ``"."``, relative to itself."""
     assert directory.directory is not None
     os.fsync(directory.directory)
-    # After an error of its log, XFS lets fsync() of a directory succeed, but not open().
+    # After an error of its log, XFS lets fsync() of a directory succeed, but open() fails.
     with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC):
         pass
 
 
 def begin_write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin to write dirty bytes in the page cache, or raise OSError."""
+    """Start to write dirty bytes in the page cache to the disk, or raise OSError."""
     _sync_file_range(fd, offset, nbytes, _WRITE)
 
 
 def write_back(fd: int, extent: Extent) -> None:
     """Block until the page cache holds no dirty bytes of an extent, or raise OSError.
 
-    An error of an earlier write-back is raised, too, if this descriptor was open at that time.
+    Also raises an error of an earlier write-back if this descriptor was open at that time.
     """
     _sync_file_range(fd, extent.offset, extent.nbytes, _WRITE_AND_WAIT)
 
@@ -209,10 +209,10 @@ def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
 
 
 def read_from_disk(entry: Entry, extent: Extent, buffer: memoryview) -> int:
-    """Fill ``buffer`` with an extent of a file, past the page cache where that works.
+    """Fill ``buffer`` with an extent of a file. Bypasses the page cache if possible.
 
     Returns:
-        The number of bytes, fewer than the extent has only if the file ends in it.
+        The number of bytes. Fewer than in the extent only if the file ends there.
 
     Raises:
         StorageError: the disk refuses.
@@ -237,7 +237,7 @@ def _read_to_end(fd: int, extent: Extent, buffer: memoryview) -> int:
     while done < extent.nbytes:
         count = os.preadv(fd, [buffer[done:]], extent.offset + done)
         done += count
-        # The file ends; O_DIRECT could not read on from within a sector.
+        # The file ends. O_DIRECT could not continue from within a sector.
         if count == 0 or done % SECTOR_BYTES:
             break
     return done
@@ -257,9 +257,9 @@ def put_file(entry: Entry, data: bytes) -> None:
     """Make a file with content ``data``, or raise StorageError. Its name is not yet durable.
 
     An existing file is removed first: after a failed write or flush the kernel may report the data
-    of this inode as durable though it is not.
+    of this inode as durable although it is not.
 
-    EFBIG if get_file() would refuse the file; an existing file is then left as it is.
+    EFBIG if get_file() would refuse the file. An existing file is then unchanged.
     """
     if len(data) > WHOLE_FILE_BYTES_MAX:
         raise storage_error("put", entry.path, errno.EFBIG)
@@ -274,7 +274,7 @@ def get_file(entry: Entry) -> bytes:
     """Return the content of a file.
 
     Raises:
-        StorageError: EINVAL if the name is not a regular file (a named pipe is not waited for).
+        StorageError: EINVAL if the name is not a regular file (does not wait for a named pipe).
         CorruptionError: the file has more than WHOLE_FILE_BYTES_MAX bytes.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
@@ -290,7 +290,7 @@ def get_file(entry: Entry) -> bytes:
 
 
 def whole_file_fault(nbytes: int) -> str | None:
-    """Return the fault of a file of this length that is read whole; None if it has no fault."""
+    """Return the fault of a file that is read whole if it is too long; else None."""
     if nbytes <= WHOLE_FILE_BYTES_MAX:
         return None
     return (
@@ -300,7 +300,7 @@ def whole_file_fault(nbytes: int) -> str | None:
 
 
 def has_file(entry: Entry) -> bool:
-    """Return whether a name is taken, or raise StorageError if the disk does not tell."""
+    """Return whether a name is taken, or raise StorageError if the disk does not answer."""
     with storage_errors("look for", entry.path):
         try:
             os.lstat(entry.name, dir_fd=entry.directory)
@@ -310,9 +310,9 @@ def has_file(entry: Entry) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path leads to something, or raise OSError if the disk does not tell.
+    """Return whether a path exists, or raise OSError if the disk does not answer.
 
-    From Python 3.14 on, ``Path.exists()`` is False then.
+    In this case, ``Path.exists()`` is False from Python 3.14 on.
     """
     try:
         os.stat(path)
@@ -335,7 +335,7 @@ def map_file(fd: int, nbytes: int, *, shared: bool) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     flags = _MAP_FIXED | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
-    # The file replaces the anonymous memory, which Python unmaps later.
+    # The mapped file replaces anonymous memory. Python unmaps that memory later.
     mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if mapped != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

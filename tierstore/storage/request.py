@@ -26,11 +26,11 @@ class Verdict(Enum):
 
 
 class Request:
-    """One contiguous range of a file that has not been moved yet.
+    """One contiguous range of a file that remains to be moved.
 
     Attributes:
-        offset: file offset of the first byte not moved.
-        bytes_remaining: bytes not moved.
+        offset: file offset of the first remaining byte.
+        bytes_remaining: number of remaining bytes.
         error: the errno of a failed request, otherwise 0.
     """
 

@@ -23,7 +23,7 @@ from tierstore.units import SECTOR_BYTES, Extent
 
 _log = logging.getLogger("tierstore")
 
-# Module and class of the storage with each engine, and the error if they cannot be imported.
+# Module and class of the storage of each engine, and the error if they cannot be imported.
 _ENGINES = {
     "io_uring": (
         *("tierstore.storage.uring", "UringStorage"),
@@ -48,20 +48,20 @@ _PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}(\.tmp){1,2}")
 
 
 class _EngineError(Exception):
-    """An engine does not work here; the message says why."""
+    """An engine does not work here. The message gives the reason."""
 
 
 def open_storage(directory: Path, engine: str = "auto") -> Storage:
     """Open a storage of a directory with an engine that works there.
 
-    To prove that, the engine writes a small file, reads it back and removes it.
+    As a test, the engine writes a small file, reads it back and removes it.
 
     Args:
         directory: made with mode 0700 if absent.
         engine: "io_uring" (direct I/O, needs the native extension), "libaio" (direct I/O,
             needs the system's libaio), "aiofiles" (buffered), or "auto": the first of these
-            that works. The choice and its reason are logged to "tierstore", as a warning
-            if it is not io_uring.
+            that works. The choice and its reason are logged to "tierstore": as a warning if
+            the choice is not io_uring.
 
     Raises:
         RunDirectoryError: the directory is not writable, or the given engine does not work
@@ -84,7 +84,7 @@ def choose_storage(directory: Path, engine: str = "auto") -> tuple[Storage, list
     """Open a storage as open_storage() does, and log nothing.
 
     Returns:
-        The storage, and the reason why each engine of higher preference does not work there.
+        The storage; and for each preferred engine, the reason why it does not work there.
     """
     if engine not in ("auto", *_ENGINES):
         choices = ", ".join(repr(choice) for choice in ("auto", *_ENGINES))
@@ -164,10 +164,10 @@ def _probe(storage: Storage) -> None:
 
 @contextmanager
 def _probing(directory: Path) -> Iterator[None]:
-    """Mark the directory as being probed; first remove the files of killed probes.
+    """Mark the directory as being probed. First remove the files of killed probes.
 
-    Every probe holds a shared lock on the directory itself, which the system releases when a
-    process is killed: a probe that gets the lock exclusively finds only stale files.
+    Every probe holds a shared lock on the directory itself. When a process is killed, the system
+    releases the lock. A probe that gets an exclusive lock therefore finds only stale files.
     """
     with storage_errors("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

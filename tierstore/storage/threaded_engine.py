@@ -1,4 +1,4 @@
-"""Base of the engines whose work Python threads do."""
+"""Base of the engines that work in Python threads."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tierstore.errors import ThreadError
 from tierstore.storage.engine import THREAD_NAME, Engine
 from tierstore.threads import Latch, Threads, start_thread
 
-# Several files are synced at a time, so that their data reaches the device together.
+# Sync several files at a time, so that their data reaches the device together.
 _POOL_THREADS = 8
 
 
 class ThreadedTicket:
-    """One read, write or sync. Serves once; all but ``ended`` belongs to the engine."""
+    """One read, write or sync. Serves once. All fields except ``ended`` belong to the engine."""
 
     def __init__(self) -> None:
         self.offset = 0  # First byte of a transfer.
-        self.fds: list[int] | None = None  # Of a sync.
+        self.fds: list[int] | None = None  # Descriptors of a sync.
         self.started = False  # Set by the engine's thread.
         self.outcome = (0, 0)
         self.end = Latch()
 
     @property
     def ended(self) -> bool:
-        """True when the kernel has stopped using the memory and the descriptors."""
+        """True if the kernel no longer uses the memory and the descriptors."""
         return self.end.is_set
 
 
@@ -42,7 +42,7 @@ ThreadedTicketT = TypeVar("ThreadedTicketT", bound=ThreadedTicket)
 class ThreadedEngine(Engine[ThreadedTicketT], ABC):
     """A thread, the tickets that it works on, and a pool of threads for calls that block.
 
-    A subclass sets its fields before it calls this constructor, which starts the threads.
+    The constructor starts the threads. A subclass sets its fields before it calls it.
 
     Raises:
         ThreadError: the system starts no further thread.
@@ -67,7 +67,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
             self._pool.close()
             self._release_wake_up()
             raise
-        except BaseException:  # An interrupt. The thread may run already, and releases everything.
+        except BaseException:  # An interrupt. If the thread runs already, it releases everything.
             self._stopping = True
             self._wake()
             self._pool.close()
@@ -75,7 +75,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
 
     @override
     def wait(self, ticket: ThreadedTicketT) -> tuple[int, int]:
-        # Checked in this order, because a ticket is removed after its end.
+        # Check in this order, because a ticket is removed after its end.
         if ticket not in self._unfinished and not ticket.ended:
             raise ValueError("the ticket was never submitted")
         if not ticket.started:
@@ -93,7 +93,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         with self._mutex:
             self._stopping = True
         self._wake()
-        # After an interrupt, join() alone would return at once though the thread runs.
+        # After an interrupt, join() alone would return at once although the thread runs.
         self._thread_ended.wait()
         self._thread.join()
 
@@ -119,7 +119,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         self._wake()
 
     def _wake(self) -> None:
-        with self._mutex:  # The thread must not end meanwhile.
+        with self._mutex:  # The thread must not end during the call.
             if self._can_wake:
                 self._send_wake_up()
 
@@ -133,14 +133,14 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         return [ticket for ticket in new if ticket.fds is None]
 
     def _start_sync(self, ticket: ThreadedTicketT, fds: list[int]) -> None:
-        """Sync every file once, since the kernel reports a failed write-back to one sync alone."""
+        """Sync every file once: the kernel reports a failed write-back to only one sync."""
         waiting, errors = deque(enumerate(fds)), [errno.EIO] * len(fds)  # Until a sync has ended.
         turns = list(range(min(_POOL_THREADS, len(fds)) or 1))
 
         def sync() -> None:
             try:
                 while waiting:
-                    with suppress(IndexError):  # Another thread took the last one.
+                    with suppress(IndexError):  # Another thread has taken the last one.
                         index, fd = waiting.popleft()
                         errors[index] = _fdatasync(fd)
             finally:
@@ -172,7 +172,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
             with self._mutex:
                 self._stopping, self._can_wake = True, False
                 self._release_wake_up()
-            # Empty unless an error ended the thread. The kernel no longer uses the memory.
+            # Empty, unless an error ended the thread. The kernel no longer uses the memory.
             for ticket in list(self._unfinished):
                 ticket.outcome = (errno.EIO, ticket.offset)
                 self._end(ticket)

@@ -41,20 +41,20 @@ class UringStorage(EngineStorage[Ticket]):
     _engine: UringEngine
 
     def __init__(self, directory: Path) -> None:
-        # Memory that the kernel may have registered: more than one only after an interrupt.
+        # Memory that the kernel may have registered. More than one entry only after an interrupt.
         self._registered: list[npt.NDArray[np.uint8]] = []
         self._register_mutex = threading.Lock()
         self._refusal_logged = False
         super().__init__(directory, partial(UringEngine, QUEUE_DEPTH, REQUEST_BYTES), Ticket)
 
     def __del__(self) -> None:
-        # Transfers of a storage that was dropped unclosed end before their buffers are freed.
-        # The ring's thread runs no Python, so this is safe in any thread and at exit.
+        # If a storage is dropped unclosed, its transfers end before their buffers are freed. The
+        # ring's thread runs no Python, so this is safe in any thread and at exit.
         self.close()
 
     @override
     def register(self, memory: memoryview) -> None:
-        """If the system refuses, transfers work all the same; the reason is logged once."""
+        """Register memory. If the system refuses, log the reason once; transfers still work."""
         self._check_usable()
         array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
         with self._register_mutex:

@@ -91,7 +91,7 @@ def test_bare_models_of_such_names(tmp_path: Path) -> None:
     ("place", "match"),
     [
         (lambda model: {"generator": model}, "tensors at inner paths, such as 'generator.net"),
-        (lambda model: {"a": {"model": model}, "b": {"model": model}}, "several of a kind"),
+        (lambda model: {"a": {"model": model}, "b": {"model": model}}, "several models"),
         (lambda model: {"epoch": 3}, "have no tensor"),
     ],
 )

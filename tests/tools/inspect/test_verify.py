@@ -65,7 +65,7 @@ def test_a_plain_checkpoint_without_faults(plain: Path) -> None:
     assert (report.kind, report.step, report.faults) == ("plain checkpoint", None, ())
     assert report.bytes_checked == (plain / "__0_0.distcp").stat().st_size
     (note,) = report.notes
-    assert "tierstore did not publish it, so there are no checksums" in note
+    assert "tierstore did not publish it, so files have no checksums" in note
 
 
 @pytest.mark.parametrize("name", ["run", "published", "plain"])
@@ -484,13 +484,13 @@ def test_the_folder_of_a_rank_and_an_unfinished_checkpoint(run: Path, published:
         verify(run / RANK)
     unfinished = published.parent / ".step-3.tmp-01234567-89abcdef"
     os.rename(published, unfinished)
-    with pytest.raises(tierstore.CheckpointError, match="that was not finished"):
+    with pytest.raises(tierstore.CheckpointError, match="is an unfinished checkpoint"):
         verify(unfinished)
 
 
 def test_a_checkpoint_of_dcp_whose_metadata_was_not_written(plain: Path) -> None:
     (plain / ".metadata").unlink()
-    with pytest.raises(tierstore.CheckpointError, match=r"not finished: its \.metadata, which is"):
+    with pytest.raises(tierstore.CheckpointError, match=r"its \.metadata is missing"):
         verify(plain)
 
 
