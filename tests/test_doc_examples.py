@@ -37,7 +37,7 @@ OF_PEERS = {
     "docs/guide/lightning.md": 1,
     "docs/guide/torchtitan.md": 1,
 }
-DEEPSPEED = ("docs/guide/convert.md", 3)  # The block that starts DeepSpeed.
+DEEPSPEED = ("docs/guide/deepspeed.md", 1)  # The block that starts DeepSpeed.
 
 
 def model_of() -> nn.Module:
@@ -166,13 +166,29 @@ def of_checkpoints() -> Names:
 def of_convert() -> Names:
     from tierstore.tools.convert.convert import convert
 
-    names = usual()  # DeepSpeed loads no momentum of Muon.
-    names["groups"] = muon.param_groups(names["model"], is_muon=lambda name, parameter: False)
-    committed(names)
-    convert("nvme/run1", "nvme/run2", to="tierstore")
-    convert("nvme/run1", "universal", to="universal")
+    names = committed(usual())
     convert("nvme/run1", "weights", to="dcp", only="model")
-    return {**names, "Path": Path, "DST": "universal"}
+    return names
+
+
+def of_deepspeed() -> Names:
+    """A checkpoint that DeepSpeed wrote, converted; what a program has to train on with it."""
+    from tests.peers.programs.deepspeed_writer import Model, gradients_of
+    from tierstore.tools.convert.convert import convert
+
+    checkpoint = ROOT / "tests/tools/convert/fixtures/deepspeed/zero1-adamw/checkpoint"
+    convert(checkpoint, "start", to="dcp")
+    convert("start", "universal", to="universal")
+    model = Model(big=False)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        **usual(),
+        "Path": Path,
+        "model": model,
+        "make_model": lambda: Model(big=False),
+        "batches_from": lambda step: [gradients_of(number, shapes) for number in (step, step + 1)],
+        "loss_of": lambda model, batch: model(batch),
+    }
 
 
 def of_ranks() -> Names:
@@ -223,8 +239,9 @@ def of_encoded_states() -> Names:
 SETUPS: dict[str, Callable[[], Names]] = {
     "README.md": of_readme,
     "docs/guide/checkpoints.md": of_checkpoints,
-    "docs/guide/commands.md": lambda: committed(usual()),
+    "docs/reference/commands.md": lambda: committed(usual()),
     "docs/guide/convert.md": of_convert,
+    "docs/guide/deepspeed.md": of_deepspeed,
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
     "docs/guide/getting-started.md": of_getting_started,
     "docs/guide/getting-started.md-1": of_freezing,

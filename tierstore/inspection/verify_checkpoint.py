@@ -1,6 +1,6 @@
 """Verification of a checkpoint, published by tierstore or not: every byte and every chunk.
 
-Nothing is changed or executed, and a fault does not end the check. docs/guide/commands.md lists
+Nothing is changed or executed, and a fault does not end the check. docs/reference/commands.md lists
 the checks.
 """
 
