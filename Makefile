@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: system venv train lint test test-long test-all test-peers peer-fixtures docs wheel bench clean
+.PHONY: system venv train lint test test-long test-all test-peers test-torch peer-fixtures docs wheel bench clean
 
 # Where tests keep their files: `make test SCRATCH=/mnt/nvme` shows how that disk behaves.
 SCRATCH ?= .scratch
@@ -134,6 +134,21 @@ test-peers: $(PEERS_STAMP)
 	trap 'rm -rf "$$files"; rmdir .scratch 2>/dev/null || true' EXIT
 	$(BIN)/pytest --basetemp="$$files" -m peers tests/peers
 
+# Another version of torch, for a release: the oldest that is supported, and the newest.
+TORCH ?= 2.9.1
+
+test-torch: BIN := .venv-torch/bin
+test-torch:
+	@make --no-print-directory system
+	$(find_python)
+	rm -rf .venv-torch
+	"$$python" -m venv .venv-torch
+	grep -vE '^(torch|triton|nvidia-.*|cuda-.*)==' constraints.txt >.venv-torch/constraints.txt
+	export PIP_CONSTRAINT="$$PWD/.venv-torch/constraints.txt"
+	$(BIN)/pip install torch==$(TORCH)
+	$(BIN)/pip install -e '.[dev]'
+	$(call check,-m 'not long and not peers' --hypothesis-profile=quick)
+
 # Writes anew what `make test` reads without its writers: small checkpoints, listings of parameters.
 peer-fixtures: $(PEERS_STAMP)
 	folder=$$(mktemp -d)
@@ -166,5 +181,5 @@ bench: $(STAMP)
 	for program in bench/*.py; do $(BIN)/python "$$program"; done
 
 clean:
-	rm -rf .venv .venv-peers .scratch build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-peers .venv-torch .scratch build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -154,7 +154,7 @@ def _convert(source: Path, destination: Path, only: str | None) -> float:
 
     def look(phase: str, done: int, total: int) -> None:
         nonlocal began
-        if phase == "verified" and not began:
+        if phase == "verify" and not began:
             began = time.perf_counter()
 
     convert(source, destination, to="torch", only=only, on_progress=look)

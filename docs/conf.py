@@ -12,6 +12,12 @@ html_copy_source = False
 
 myst_heading_anchors = 4
 
+# Arguments of TierStore and Muon, by purpose.
+napoleon_custom_sections = [
+    (section, "params_style")
+    for section in ("Memory", "Durability", "Device and gradients", "Ranks", "Update")
+]
+
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]

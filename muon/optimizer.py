@@ -46,66 +46,73 @@ class Muon(tierstore.PagedOptimizer):
     """Muon for matrices, and AdamW for groups with ``algorithm="adamw"``.
 
     Arguments have the meanings and defaults of ``torch.optim.Muon``, but a step refuses gradients
-    that are not finite; see ``nonfinite``. For float32 parameters with contiguous gradients,
-    results equal those of ``torch.optim.Muon`` bit for bit, except for large matrices on a CPU,
-    which round differently (see ``orthogonalize_``). Steps of AdamW differ from those of
-    ``torch.optim.AdamW`` in the last bits, which are the same on each CPU and GPU; see
-    docs/reference/torch-optim.md. Parameters of lower precision have a float32 master, to which the
-    rule is applied.
+    that are not finite; see ``nonfinite``. For float32 parameters with contiguous gradients, the
+    results equal ``torch.optim.Muon`` bit for bit, except for large matrices on a CPU, which round
+    differently (see ``orthogonalize_``). Steps of AdamW differ from ``torch.optim.AdamW`` in the
+    last bits, which are the same on each CPU and GPU; see docs/reference/torch-optim.md. Parameters
+    of lower precision have a float32 master, to which the rule is applied.
 
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``;
             ``muon.param_groups(model)`` makes groups. Names identify the state on disk: pass
             named parameters if the run may be resumed. A group with ``algorithm="adamw"`` or
             ``use_muon=False`` takes lr, betas, eps and weight_decay with the defaults of
-            ``torch.optim.AdamW``; any other group is a Muon group of two-dimensional parameters, or
-            of parameters that hold several matrices, which its key ``matrices`` declares: see
-            ``muon.matrices``. A parameter that is in a group twice is stepped once, with a warning.
+            ``torch.optim.AdamW``. Any other group is a Muon group: its parameters have two
+            dimensions, or hold several matrices, which its key ``matrices`` declares (see
+            ``muon.matrices``). A parameter that is in a group twice is stepped once, and warns.
+        store: holds the state; None keeps all state in memory.
+
+    Update:
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: defaults
-            of Muon groups, as in ``torch.optim.Muon``; AdamW groups have defaults of their own.
+            of Muon groups, as in ``torch.optim.Muon``; AdamW groups have other defaults.
             ``ns_coefficients`` may also be the name of a table, such as "polar_express_1.01";
             ``adjust_lr_fn`` has further scales, see ``muon.scales.adjust_lr``.
             docs/reference/param-groups.md has all keys of groups.
-        momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: fourth
-            powers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
-        master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
-            groups too. None: float32. "remainder": 16 bits beside the parameter, which is part of
+        cautious_wd: decay only the elements of a parameter that the update does not move away from
+            zero (https://arxiv.org/abs/2510.12402). An AdamW group has its own key for this.
+        ns_norm: "scaled": each matrix is scaled by a power of two before its norm is computed.
+            Gradients times a power of two then give the same update bit for bit, also if their
+            squares would overflow or vanish, and ``eps`` does not matter. None: as
+            ``torch.optim.Muon``.
+        hooks: called around the update of each matrix; see ``muon.UpdateHook``.
+        qk_clip: the attention heads that ``step(qk_logits=)`` is about.
+
+    Memory:
+        master: the form in which pages keep the float32 masters of bfloat16 parameters, also of
+            AdamW groups. None: float32. "remainder": 16 bits beside the parameter, which is part of
             the master and rounds halves away from zero; no bit is lost. "24bit": 8 bits, so that
             masters are rounded to 16 significant bits.
+        momentum_dtype: dtype of the momentum. None: the dtype of each parameter. torch.int8: fourth
+            powers with a scale for each 256 columns; bfloat16 for parameters with fewer than 128.
         moments_dtype: dtype of the moments of AdamW groups. None: float32. torch.bfloat16 and
             torch.int8 round them at random, up or down. In 8 bits, each 256 columns have a scale;
-            parameters with less than 128 columns, or of one dimension, keep float32.
-        store: holds the state; None keeps all state in memory.
+            parameters with fewer than 128 columns, or of one dimension, keep float32.
+
+    Device and gradients:
+        ns_dtype: dtype of Newton-Schulz, or "auto": bfloat16, or float32 where rank 0 measures
+            that it is much faster. A resumed run keeps its dtype. The first step warns if a CPU
+            without instructions for bfloat16 computes it, unless the matrices are small.
+        ns_batched: compute small matrices of one shape in batches of a fixed number, which zeros
+            fill. Meant for a GPU; rounds differently from one matrix at a time.
+        ns_method: "gram": large matrices that are at least twice as long as wide are iterated on
+            X X^T, with fewer operations that round differently. Meant for a GPU. None: only on a
+            CPU; see ``muon.orthogonalize_``.
+        gradient: returns the gradient of a parameter, placed as the parameter is, in float64,
+            float32, bfloat16 or float16, or None if it has none. It replaces ``.grad``, for
+            gradients that another library keeps, or that are summed in float32. A step calls it
+            several times for a parameter, and gets the same tensor each time. ``zero_grad()`` and
+            ``torch.amp.GradScaler`` see ``.grad`` only.
+        nonfinite: what step() does if a gradient on any rank has an element that is NaN or
+            infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
+            not step. "allow": step, as ``torch.optim`` does.
+
+    Ranks:
         partition: which rank owns parameters, and their state, that several ranks hold whole.
             "by_parameter": one rank owns each parameter. "flat": each rank owns an equal range of
             all elements. "auto": "by_parameter" for Muon groups, "flat" for AdamW groups. Shards
             of DTensors are owned by the ranks that hold them.
-        gather_memory: the most bytes of matrices in flight between ranks that one rank may hold:
-            an int, or a string such as "1GiB".
-        ns_dtype: dtype of Newton-Schulz, or "auto": bfloat16, or float32 where rank 0 measures
-            that it is much faster. A resumed run keeps its dtype. The first step warns if a CPU
-            without instructions for bfloat16 computes it, unless the matrices are small.
-        ns_batched: compute small matrices of one shape in batches of a fixed number, filled up with
-            zeros. Meant for a GPU; rounds differently than one by one.
-        ns_norm: "scaled": each matrix is scaled by a power of two before its norm is computed, so
-            that gradients times a power of two give the same update bit for bit, also if their
-            squares would overflow or vanish, and ``eps`` does not matter. None: as
-            ``torch.optim.Muon``.
-        ns_method: "gram": large matrices that are twice as long as wide, or more, are iterated on
-            X X^T, with fewer operations that round differently. Meant for a GPU. None: so only on
-            a CPU; see ``muon.orthogonalize_``.
-        cautious_wd: decay only the elements of a parameter that the update does not move away from
-            zero (https://arxiv.org/abs/2510.12402). An AdamW group has a key of its own for it.
-        hooks: called around the update of each matrix; see ``muon.UpdateHook``.
-        qk_clip: the attention heads that ``step(qk_logits=)`` is about.
-        gradient: returns the gradient of a parameter, placed as the parameter is, in float64,
-            float32, bfloat16 or float16, or None if it has none, in place of ``.grad``: for
-            gradients that another library keeps, or that are summed up in float32. A step calls it
-            several times for a parameter, and gets the same tensor each time. ``zero_grad()`` and
-            ``torch.amp.GradScaler`` are about ``.grad`` alone.
-        nonfinite: what step() does if a gradient on any rank has an element that is NaN or
-            infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
-            not step. "allow": step, as ``torch.optim`` does.
+        gather_memory: most bytes that one rank may hold of matrices in flight between ranks: an
+            int, or a string such as "1GiB".
         missing: what step() does if a rank has no gradient of a parameter, and another rank has.
             "zeros": its gradient counts as zeros. "raise": raise ValueError.
 

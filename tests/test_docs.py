@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
+import tierstore
+from docs import tables
 from tierstore.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,6 +242,18 @@ def test_paths_of_docs_in_the_code_exist() -> None:
         if not (ROOT / name).is_file()
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_tables_are_up_to_date(name: str) -> None:
+    """Run `python docs/tables.py` if this fails."""
+    page = (tables.REFERENCE / name).read_text()
+    assert tables.with_table(page, tables.PAGES[name]()) == page
+
+
+def test_every_argument_of_the_store_is_in_a_table() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", tables.options(), re.MULTILINE)
+    assert sorted(named) == sorted(inspect.signature(tierstore.TierStore).parameters)
 
 
 @pytest.mark.long

@@ -128,7 +128,7 @@ def test_the_wheels_hold_both_packages_and_nothing_else(wheels: list[Path]) -> N
         names = run(sys.executable, "-m", "zipfile", "-l", wheel).splitlines()[1:]
         top = {line.split("/")[0] for line in names if "/" in line}
         assert {"tierstore", "muon"} <= top
-        assert top <= {"tierstore", "muon", "tierstore.libs", "tierstore-0.1.0.dist-info"}
+        assert top <= {"tierstore", "muon", "tierstore.libs", "tierstore-0.2.0.dist-info"}
         of_x86 = ["_cpu_kernels", "_encodings"] if platform.machine() == "x86_64" else []
         modules = ["_native", *of_x86]
         for module in modules:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
     from tierstore.tools.plan.module_fit import fit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when first asked for, so that a command that needs no torch does not wait for it.
 _MODULES = {

@@ -63,44 +63,48 @@ class TierStore:
     """Keeps the state of an optimizer in page files and streams it through few buffers.
 
     Args:
-        directory: the run directory, on a disk; created if absent. Pages are striped over a
-            list of several directories, on several disks, in proportion to the bandwidth
-            measured when the run begins; resuming the run needs all of them, in any order. A
-            ``Storage`` is used as it is. None keeps every page in memory, on the device that
-            computes unless move() says otherwise; nothing is read, written or committed.
-        host_memory: most bytes of host memory for page buffers and pages together: an int, or a
-            string such as "16GiB". Memory that the buffers leave keeps as many pages as fit.
+        directory: the run directory; created if absent. Pages are striped over a list of
+            directories, on several drives, by the bandwidth measured when the run begins; resuming
+            needs all of them, in any order. A ``Storage`` is used as it is. None keeps all pages in
+            memory, on the device that computes until move(), without commits.
+
+    Memory:
+        host_memory: most bytes of host memory for page buffers and resting pages: an int, or a
+            string such as "16GiB".
         device_memory: most bytes for pages on the GPU that steps them.
-        page_bytes: about how much state one page holds. None: ``host_memory / (8 + 2 * buffers)``,
-            with 4 for ``buffers=None``, and at most 256 MiB; the smallest of all ranks. A run keeps
-            its first value.
+        page_bytes: about how much state one page holds; a run keeps its first value. None:
+            ``host_memory / (8 + 2 * buffers)``, with 4 for ``buffers=None``, at most 256 MiB; the
+            smallest of all ranks.
         buffers: number of page buffers, at least 2; no page then stays in host memory. None: as
             many as ``host_memory`` allows.
-        commit_every: steps from one commit to the next; a crash loses up to that many steps.
-            None keeps one slot of each page instead of two, and commits on synchronize() and
-            close() only; a crash in between loses the run.
-        engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
-        resume: resume the run in the directory, with restore(). A run of another number of ranks
-            is laid out anew by restore(), with pages of ``page_bytes``. A directory without a
-            commit begins a new run.
+
+    Durability:
+        resume: resume the run in the directory, with restore(), or begin one if nothing was
+            committed. restore() lays out a run of another number of ranks anew, with pages of
+            ``page_bytes``.
         overwrite: delete the run in the directory and begin a new one.
-        step_on: the device that pages are stepped on. None: where the parameters are. "cpu" beside
-            parameters on a GPU, or a GPU beside parameters in page-locked host memory: what a step
-            needs is copied there and back.
-        offload_gradients: "backward": each gradient leaves the GPU as soon as backward has it, once
-            pages are laid out by restore() or the first step, for page-locked memory that counts
-            towards ``host_memory``. Gradients of several ranks must be sharded by FSDP2. ``.grad``
-            can then be added to, clipped with ``torch.nn.utils.clip_grad_norm_``, and set to None;
-            it refuses all else.
-        gradient_dtype: dtype of gradients that the store copies, and of their sums over several
-            backwards if they are offloaded; None: the dtype of each parameter.
+        commit_every: steps from one commit to the next; a crash loses up to that many. None: one
+            slot of each page instead of two, and commits on synchronize() and close() only; a crash
+            in between loses the run.
+        engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
+        endurance: bytes that may be written to one drive in its life, from its data sheet: an int,
+            or a string such as "1200TBW" or "7PBW". stats() and the log then report the used part
+            and the days left. Drives count as equal.
+
+    Device and gradients:
+        step_on: the device that steps pages: "cpu" for parameters on a GPU, or a GPU for parameters
+            in page-locked host memory. None: the device of the parameters.
+        offload_gradients: "backward": once pages are laid out, by restore() or the first step, each
+            gradient moves during backward from the GPU to page-locked memory, which counts towards
+            ``host_memory``. With several ranks, FSDP2 must shard it. ``.grad`` then supports
+            addition, ``torch.nn.utils.clip_grad_norm_`` and assigning None only.
+        gradient_dtype: dtype of gradients that the store copies, and of sums of offloaded gradients
+            over several backwards. None: the dtype of each parameter.
         free_gradients: set each ``.grad`` to None after its use.
-        endurance: the bytes that one drive of the directories may be written in its life, from its
-            data sheet: an int, or a string such as "1200TBW" or "7PBW". stats() and the log then
-            say how much of it is used, and how many days are left. Drives count as equal.
-        process_group: the ranks that own the parameters together; None: all ranks if
-            torch.distributed is initialized, else this process alone. ``Ranks`` are used as
-            they are.
+
+    Ranks:
+        process_group: the ranks that share the parameters. None: all ranks of torch.distributed, or
+            this process alone if it is not initialized. ``Ranks`` are used as they are.
         timeout: seconds to wait for another rank. A call that it does not make is then refused on
             all ranks; a rank that does not arrive in the middle of a call counts as failed.
 

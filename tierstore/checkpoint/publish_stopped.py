@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from tierstore.checkpoint.model_contents import paged_contents
@@ -31,7 +32,7 @@ def publish_run(
     out: Path,
     *,
     verify: bool = False,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Publication:
     """Publish the committed step of a run that no process uses; see publish().
 
@@ -41,8 +42,8 @@ def publish_run(
         run: the directory of the run.
         out: the directory of the checkpoint.
         verify: whether to read every page first, and compare it with the checksums.
-        on_progress: called with the number of bytes that were read, and of all bytes to read;
-            afterwards with the bytes that were copied, as in publish().
+        on_progress: called with "verify" or "copy", the number of bytes that were read or copied,
+            and of all bytes.
 
     Raises:
         CheckpointError: ``run`` is not a run or lacks ranks, or this user may not read it; or
@@ -89,7 +90,7 @@ def publish_whole(
     *,
     for_reshard: bool = False,
     verify: bool = False,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Publication:
     """Publish the committed step of a run, given the locked storages of all its ranks.
 
@@ -114,7 +115,7 @@ def publish_whole(
     for path, page in paths.items():
         _check_file(path, page.layout.nbytes)
     if verify:
-        _read_pages(storages[0], paths, on_progress)
+        _read_pages(storages[0], paths, partial(on_progress, "verify"))
     names = [spec.name for group in commits[0].groups for spec in group]
     committed = Committed(
         peers=Alone(),
@@ -123,7 +124,7 @@ def publish_whole(
         model_prefix="model.",
         for_reshard=for_reshard,
     )
-    publication = publish(committed, os.fspath(out), on_progress=on_progress)
+    publication = publish(committed, os.fspath(out), on_progress=partial(on_progress, "copy"))
     try:
         publication.wait()
     except BaseException:

@@ -17,6 +17,11 @@ _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
+def is_unfinished(root: Path) -> bool:
+    """Return whether a directory has the name of a checkpoint that is being published."""
+    return _TEMPORARY.fullmatch(root.absolute().name) is not None
+
+
 def kind_of(root: Path) -> str:
     """Return "run", "checkpoint", or "plain checkpoint": one that tierstore did not publish.
 
@@ -32,7 +37,7 @@ def kind_of(root: Path) -> str:
             raise CheckpointError(
                 f"{root} is not a directory: {error.strerror}. Name a run or a checkpoint"
             ) from error
-    if _TEMPORARY.fullmatch(root.absolute().name):
+    if is_unfinished(root):
         raise CheckpointError(
             f"{root} is a checkpoint that was not finished, because publishing it was stopped: "
             "publish again, which removes it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,39 @@ def test_help_does_not_import_torch() -> None:
     """torch alone takes seconds to import."""
     program = "import sys, tierstore.tools.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "absent"],
+        ["verify", "absent"],
+        ["checkpoint", "absent", "out"],
+        ["convert", "absent", "out", "--to", "dcp"],
+        ["convert", ".", "out", "--to", "dcp", "--memory", "much"],
+        ["probe", ".", "--page-bytes", "much"],
+    ],
+)
+def test_wrong_paths_and_sizes_are_told_before_torch_is_imported(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from tierstore.tools.cli import app\n"
+        "try: app()\n"
+        "except SystemExit as end: sys.exit(3 if 'torch' in sys.modules else end.code)"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "absent does not exist" in done.stderr or "must look like '16GiB'" in done.stderr
+
+
+def test_help_names_arguments_as_documentation_does() -> None:
+    _, out, _ = call("convert", "--help")
+    assert re.match(r"Usage: \w+ convert \[OPTIONS\] SOURCE... DESTINATION\n", out)
+    assert "  --memory TEXT  " in out
+    for command in COMMANDS:
+        assert not re.search(r"[{}<>]", call(command, "--help")[1])
+    assert "..." not in call("--help")[1].partition("Commands:")[2]
 
 
 @pytest.mark.parametrize(
@@ -257,8 +291,21 @@ def test_faults_are_1_if_the_pipe_is_closed(run: Path) -> None:
 def test_a_terminal_shows_a_progress_bar(run: Path) -> None:
     done, shown = call_on_terminal("stderr", "verify", run)
     assert done.returncode == 0
-    assert "checked" in shown
-    assert "KiB" in shown
+    assert "check" in shown
+    assert "iB/s" in shown
+    assert "0:00:00 left" in shown
+    assert "of 1" not in shown
+
+
+def test_several_passes_are_numbered(run: Path, plain: Path, tmp_path: Path) -> None:
+    """A checkpoint of stock PyTorch has no checksums, so nothing is checked before."""
+    _, shown = call_on_terminal("stderr", "convert", run, tmp_path / "dcp", "--to", "dcp")
+    found = dict.fromkeys(re.findall(r"\d of \d, \w+", shown))
+    assert [*found] == ["1 of 3, check", "2 of 3, convert", "3 of 3, verify"]
+    arguments = (plain, tmp_path / "copy.pt", "--to", "torch")
+    _, shown = call_on_terminal("stderr", "convert", *arguments)
+    found = dict.fromkeys(re.findall(r"\d of \d, \w+", shown))
+    assert [*found] == ["1 of 2, convert", "2 of 2, verify"]
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def test_a_good_directory(tmp_path: Path) -> None:
     code, found = findings(tmp_path)
     assert code == 0
     assert [one["text"] for one in found if one["subject"] == "packages"] == [
-        f"tierstore 0.1.0, torch {torch.__version__}"
+        f"tierstore 0.2.0, torch {torch.__version__}"
     ]
     here = [one for one in found if one["subject"] == str(tmp_path)]
     assert len(here) == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,9 @@ def test_inspect_a_run(run: Path) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == f"{run}: run, step 3"
-    assert re.fullmatch(r"run [0-9a-f]{32}, attempt [0-9a-f]{16}", lines[1])
-    assert lines[2] == "1 rank, 3 pages of about 256.0 MiB"
+    assert re.fullmatch(r"committed \d+ s ago(, at [\d.e+]+[kM]? steps per hour)?", lines[1])
+    assert re.fullmatch(r"run [0-9a-f]{32}, attempt [0-9a-f]{16}", lines[2])
+    assert lines[3] == "1 rank, 3 pages of about 256.0 MiB"
     assert "group 2: lr=0.25" in lines
     assert "first 5x7 bfloat16 master float32, momentum bfloat16 210 B" in " ".join(out.split())
     assert "4 parameters: master 364 B, momentum 140 B, average 36 B" in lines
@@ -61,7 +64,8 @@ def test_inspect_as_json(run: Path, originals: Path) -> None:
 def test_inspect_says_that_files_are_shared(originals: Path) -> None:
     for name in ("run", "published"):
         assert (
-            "3 of these files (28.0 KiB) have another name" in call("inspect", originals / name)[1]
+            "3 files (28.0 KiB) also belong to the run or a checkpoint"
+            in call("inspect", originals / name)[1]
         )
 
 
@@ -74,10 +78,76 @@ def test_inspect_a_plain_checkpoint(originals: Path) -> None:
     assert lines[-1] == ".metadata names 3 tensors (70 B) and 1 other value"
 
 
+def test_inspect_says_when_a_run_committed_and_how_fast(run: Path) -> None:
+    now = time.time()
+    for step, age_s in ((2, 960.0), (3, 600.0)):
+        os.utime(run / RANK / f"commit-{step:010d}", (now - age_s, now - age_s))
+    for path in run.glob(f"{RANK}/commit-*1"):
+        path.unlink()
+    assert "committed 10 min ago, at 10 steps per hour" in call("inspect", run)[1].splitlines()
+    body = json.loads(call("inspect", run, "--json")[1])
+    assert body["steps_per_hour"] == pytest.approx(10)
+    assert body["committed_at"] == pytest.approx(now - 600)
+
+
+def test_inspect_a_folder_of_checkpoints(originals: Path, tmp_path: Path) -> None:
+    """What removing one frees is what the filesystem frees."""
+    shutil.copytree(originals / "published", tmp_path / "step-3")
+    shutil.copytree(tmp_path / "step-3", tmp_path / "step-4", copy_function=os.link)
+    (tmp_path / "step-4" / "own").write_bytes(b"x" * 5000)
+    shutil.copytree(originals / "published", tmp_path / ".step-5.tmp-01234567-89abcdef")
+    shutil.copytree(DEEPSPEED, tmp_path / "deepspeed")
+    (tmp_path / "notes").mkdir()
+    for age_s, name in enumerate(
+        (".step-5.tmp-01234567-89abcdef", "deepspeed", "step-4", "step-3")
+    ):
+        os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
+    code, out, err = call("inspect", tmp_path)
+    assert (code, err) == (0, "")
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert [row[:3] for row in rows[1:]] == [
+        ["step-3", "checkpoint", "3"],
+        ["step-4", "checkpoint", "3"],
+        ["deepspeed", "deepspeed", "unknown"],
+        [".step-5.tmp-01234567-89abcdef", "unfinished checkpoint", "unknown"],
+    ]
+    body = json.loads(call("inspect", tmp_path, "--json")[1])
+    freed = {one["name"]: one["freed_bytes"] for one in body["checkpoints"]}
+    assert (freed["step-3"], freed["step-4"]) == (0, 5000)
+    sizes = [path.stat().st_size for path in (tmp_path / "deepspeed").rglob("*") if path.is_file()]
+    assert freed["deepspeed"] == sum(sizes)
+    assert [one["marked_whole"] for one in body["checkpoints"]] == [True, True, None, None]
+
+
+def test_inspect_what_convert_reads(tmp_path: Path) -> None:
+    _, out, _ = call("inspect", DEEPSPEED)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == f"{DEEPSPEED}: deepspeed checkpoint, step 3"
+    assert any(line.startswith("group 1: betas=(0.8, 0.95)") for line in lines)
+    states = "master float32, exp_avg float32, exp_avg_sq float32"
+    assert f"1 embedding.weight 11x6 bfloat16 {states} 792 B" in lines
+    assert "positions 9 float32 buffer float32 36 B" in lines
+    assert lines[-1].startswith(f"What to type next: tierstore convert {DEEPSPEED} RUN --to tier")
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}
+    torch.save(state, tmp_path / "ck.pt")
+    _, out, _ = call("inspect", tmp_path / "ck.pt")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == f"{tmp_path}/ck.pt: torch checkpoint"
+    assert lines[1].startswith("1 file, ")
+    assert [line for line in lines if "does not carry" in line and "'epoch'" in line]
+    states = "weight float32, exp_avg float32, exp_avg_sq float32"
+    assert f"0 weight 4x3 float32 {states} 144 B" in lines
+
+
 def test_inspect_a_run_without_commit(tmp_path: Path) -> None:
     Toy(tmp_path).store.close()
     code, out, _ = call("inspect", tmp_path)
     assert code == 0
+    assert "None" not in out
     assert f"{tmp_path}: run, no committed step" in out
     assert "note: nothing was committed yet" in out
 
@@ -112,6 +182,7 @@ def test_long_lists_are_shortened(tmp_path: Path) -> None:
     assert len(json.loads(call("inspect", tmp_path, "--json")[1])["parameters"]) == 45
 
 
+DEEPSPEED = Path(__file__).parents[1] / "convert/fixtures/deepspeed/zero3-muon/checkpoint"
 LONG = "model.layers.0.self_attention.query_projection.weight"
 
 
@@ -203,4 +274,4 @@ def test_hyperparameters_of_every_kind(run: Path) -> None:
     path = run / RANK / f"commit-{STEPS:010d}"
     reseal(path, "commit", lambda body: body.update(hyperparameters=hyperparameters))
     _, out, _ = call("inspect", run)
-    assert f"group 0: betas=(0.9, 0.95), name={'x' * 57}..., lr={{'$float': 'nan'}}" in out
+    assert f"group 0: betas=(0.9, 0.95), name={'x' * 57}..., lr=nan" in out

@@ -39,9 +39,8 @@ def test_a_flipped_bit_is_1(run: Path) -> None:
 def test_a_wrong_path_is_2(tmp_path: Path) -> None:
     done = call_process("verify", tmp_path / "absent")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"tierstore: {tmp_path}/absent is not a directory: No such file or directory. Name a run "
-        "or a checkpoint\n"
+    assert (
+        done.stderr == f"tierstore: {tmp_path}/absent does not exist: name a run or a checkpoint\n"
     )
 
 

@@ -28,7 +28,7 @@ def at_verified(act: Callable[[], object]) -> Callable[[str, int, int], None]:
     acts = [act]
 
     def on_progress(phase: str, done: int, total: int) -> None:
-        if phase == "verified" and acts:
+        if phase == "verify" and acts:
             acts.pop()()
 
     return on_progress
@@ -109,7 +109,7 @@ def test_filesystems_without_the_flags_of_a_rename(
         pytest.raises(tierstore.CheckpointError, match="cannot exchange two names"),
     ):
         convert(plain, out, to=to, force=True, on_progress=lambda phase, d, t: done.append(phase))
-    assert "converted" not in done
+    assert "convert" not in done
 
 
 def test_a_run_in_use_is_not_replaced(plain: Path, run: Path, tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ PROGRAM = """
 import sys
 from tierstore.tools.convert.convert import convert
 def stop(phase, done, total):
-    if phase == "converted":
+    if phase == "convert":
         print("writing", flush=True)
         sys.stdin.readline()
 convert(sys.argv[1], sys.argv[2], to="dcp", on_progress=stop)

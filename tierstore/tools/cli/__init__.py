@@ -1,7 +1,7 @@
 """The command line: one module for each command, assembled into one typer app.
 
 To add a command, write a module with a function of the command's name, and register the function
-with ``app.command()``.
+with ``app.command(cls=Command)``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierstore.tools.cli import checkpoint, convert, doctor, fit, inspect, plan, probe, verify
-from tierstore.tools.cli.exit_codes import Program
+from tierstore.tools.cli.exit_codes import Command, Program
 from tierstore.tools.cli.output import write
 
 app = typer.Typer(
@@ -24,14 +24,14 @@ app = typer.Typer(
     help="Optimizer state in pages: inspect, verify, publish and convert runs and checkpoints, "
     "measure machines, plan runs, and say what works on a machine.",
 )
-app.command()(inspect.inspect)
-app.command()(verify.verify)
-app.command()(checkpoint.checkpoint)
-app.command()(convert.convert)
-app.command()(probe.probe)
-app.command()(fit.fit)
-app.command()(plan.plan)
-app.command()(doctor.doctor)
+app.command(cls=Command)(inspect.inspect)
+app.command(cls=Command)(verify.verify)
+app.command(cls=Command)(checkpoint.checkpoint)
+app.command(cls=Command)(convert.convert)
+app.command(cls=Command)(probe.probe)
+app.command(cls=Command)(fit.fit)
+app.command(cls=Command)(plan.plan)
+app.command(cls=Command)(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

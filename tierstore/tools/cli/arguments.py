@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, overload
 
 import typer
 
+from tierstore.errors import CheckpointError, TierstoreError
 from tierstore.tools.cli.output import complain
+from tierstore.units import parse_bytes
 
 RunOrCheckpoint = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run directory or a checkpoint.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+
+
+@overload
+def size_of(option: str, text: str) -> int: ...
+
+
+@overload
+def size_of(option: str, text: str | None) -> int | None: ...
+
+
+def size_of(option: str, text: str | None) -> int | None:
+    """Return the bytes that the text of an option names."""
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise TierstoreError(f"{option}: {error}") from error
+
+
+def require_there(path: Path) -> None:
+    """Refuse a path that does not exist, before torch is imported, which takes seconds."""
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path} does not exist: name a run or a checkpoint")
 
 
 def note_interrupted_reshard(run: Path) -> None:

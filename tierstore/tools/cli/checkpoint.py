@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.tools.cli.arguments import JsonOption
+from tierstore.tools.cli.arguments import JsonOption, require_there
 from tierstore.tools.cli.exit_codes import exit_codes
 from tierstore.tools.cli.output import plain, progress, write_json, write_lines
 from tierstore.units import format_bytes
@@ -30,9 +30,10 @@ def checkpoint(
     and take no further space; on another filesystem they are copied.
     """
     with exit_codes(as_json):
+        require_there(run)
         from tierstore.checkpoint.publish_stopped import publish_run
 
-        with progress("read" if verify else "copied") as on_progress:
+        with progress(*["verify"] * verify, "copy") as on_progress:
             publication = publish_run(run, out, verify=verify, on_progress=on_progress)
         if as_json:
             fields = ("path", "step", "bytes_total", "bytes_copied", "bytes_linked")

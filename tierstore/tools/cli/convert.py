@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierstore.tools.cli.arguments import JsonOption
+from tierstore.tools.cli.arguments import JsonOption, require_there, size_of
 from tierstore.tools.cli.exit_codes import exit_codes
 from tierstore.tools.cli.output import (
     complain,
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def convert(
-    paths: Annotated[
+    sources: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="SRC... DST",
-            help="Checkpoints that are parts of one, then the destination, which must not exist.",
-        ),
+        typer.Argument(metavar="SOURCE...", help="A checkpoint, or several that are parts of one."),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DESTINATION", help="A path that does not exist.")
     ],
     to: Annotated[
         str,
@@ -95,24 +94,24 @@ def convert(
     fails leaves nothing behind.
     """
     with exit_codes(as_json):
+        for source in sources:
+            require_there(source)
+        memory_bytes = size_of("--memory", memory)
+        shard_bytes = size_of("--shard-size", shard_size)
         from tierstore.tools.convert.convert import convert as convert_checkpoint
 
-        if len(paths) < 2:
-            raise typer.BadParameter("name a source and a destination")
-        *sources, destination = paths
-        with ExitStack() as bars:
-            on_progress = _Bars(bars)
+        with progress("check", "convert", "verify") as on_progress:
             conversion = convert_checkpoint(
                 sources,
                 destination,
                 to=to,
                 from_=from_,
-                memory=_size("--memory", memory),
                 only=only,
                 include=include or (),
                 exclude=exclude or (),
                 dtype=_dtype(dtype),
-                shard_size=None if shard_size is None else _size("--shard-size", shard_size),
+                memory=memory_bytes,
+                shard_size=shard_bytes,
                 bare_keys=bare_keys,
                 momentum_convention=momentum_convention,
                 assume_model_order=assume_model_order,
@@ -131,30 +130,6 @@ def convert(
             write_lines(_lines(conversion, dry_run=dry_run))
 
 
-class _Bars:
-    """One progress bar for each phase of a conversion."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._phase = ""
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        if phase != self._phase:
-            self._stack.close()
-            self._update = self._stack.enter_context(progress(phase))
-            self._phase = phase
-        self._update(done, total)
-
-
-def _size(option: str, text: str) -> int:
-    from tierstore.units import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from error
-
-
 def _dtype(name: str | None) -> torch.dtype | None:
     import torch
 
@@ -165,6 +140,15 @@ def _dtype(name: str | None) -> torch.dtype | None:
         raise typer.BadParameter(f"--dtype must be one of {', '.join(names)}, got {name!r}")
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+_NEXT = {
+    "tierstore": "TierStore({}, resume=True), and optimizer.restore() before the first step",
+    "dcp": "torch.distributed.checkpoint.load(state_dict, checkpoint_id={})",
+    "torch": "torch.load({}, weights_only=True)",
+    "safetensors": "from_pretrained({}), with the config.json of the model in that directory",
+    "universal": "engine.load_checkpoint({}), with checkpoint.load_universal in DeepSpeed's config",
+}
 
 
 def _body(conversion: Conversion) -> dict[str, object]:
@@ -191,6 +175,7 @@ def _lines(conversion: Conversion, *, dry_run: bool) -> Iterator[str]:
             f"{conversion.path}: {step}{tensors} from {conversion.source} to {conversion.to}, "
             "verified"
         )
+        yield f"What to type next: {_NEXT[conversion.to].format(repr(conversion.path))}"
         return
     yield from table(
         {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typing_extensions import override
 
 from tierstore.errors import (
@@ -29,6 +30,31 @@ BAD_DATA, WRONG_CALL = 1, 2
 
 # The base class of every error in arguments, for which typer exports no name.
 _UsageError: Any = typer.BadParameter.__bases__[0]
+
+_TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "Path": "FILE"}
+
+
+class Command(TyperCommand):
+    """A command whose help writes SOURCE... DESTINATION and --memory TEXT.
+
+    typer writes {SOURCE...}... <list[Path]> and --memory <str>.
+    """
+
+    @override
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(argument.display_name_raw for argument in self._arguments())]
+
+    @override
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        params: Any = self.get_params(ctx)
+        for param in params:
+            of = re.sub(r"list\[(\w+)\]", r"\1", param.bare_type())
+            text = None if param in self._arguments() else param.metavar or _TYPES.get(of)
+            param.display_type_rich = lambda ctx, text=text: text
+        super().format_options(ctx, formatter)
+
+    def _arguments(self) -> list[Any]:
+        return [param for param in self.params if param.param_type_name == "argument"]
 
 
 class Program(TyperGroup):
@@ -86,7 +112,7 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         fail(f"{place}{error.strerror} (errno {error.errno})", as_json, BAD_DATA)
-    except (typer.Exit, OutputError):
+    except (typer.Exit, OutputError, _UsageError):
         raise
     except Exception as error:  # A fault of this program: its traceback follows.
         if as_json:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from tierstore.tools.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
+import typer
+
+from tierstore.tools.cli.arguments import JsonOption, note_interrupted_reshard, require_there
 from tierstore.tools.cli.exit_codes import exit_codes
 from tierstore.tools.cli.output import (
     cell,
@@ -18,21 +23,42 @@ from tierstore.tools.cli.output import (
     write_json,
     write_lines,
 )
+from tierstore.tools.plan.wording import days_text, short_text
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
+    from tierstore.tools.inspect.folder import Listed
     from tierstore.tools.inspect.summary import ParameterSummary, Summary, TensorSummary
 
 
-def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A run, a checkpoint of any system, or a folder of checkpoints."
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
     """Show what a run or a checkpoint contains.
 
-    Reads manifests and .metadata, no pages; works while the run is in use.
+    Reads manifests and metadata, not the data; works while the run is in use. Of a folder, lists
+    the checkpoints, and what removing each of them frees.
     """
     with exit_codes(as_json):
+        require_there(path)
+        from tierstore.tools.inspect.folder import checkpoints_in
         from tierstore.tools.inspect.summary import summarize
 
         note_interrupted_reshard(path)
+        found = checkpoints_in(path)
+        if found:
+            if as_json:
+                rows = [dataclasses.asdict(one) for one in found]
+                write_json({"path": str(path), "kind": "folder", "checkpoints": rows})
+            else:
+                write_lines(_checkpoint_table(found))
+            return
         summary = summarize(path)
         if as_json:
             write_json(dataclasses.asdict(summary))
@@ -41,23 +67,31 @@ def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
 
 
 def _summary_lines(summary: Summary) -> Iterator[str]:
+    from tierstore.run.tagged_json import decode
+
     step = f"step {summary.step}" if summary.step is not None else "no committed step"
     if summary.epoch:
         step += f", epoch {summary.epoch}"
-    yield f"{plain(summary.path)}: {summary.kind}" + (
-        "" if summary.kind == "plain checkpoint" else f", {step}"
-    )
+    has_step = summary.step is not None or summary.kind in ("run", "checkpoint")
+    yield f"{plain(summary.path)}: {summary.kind}" + (f", {step}" if has_step else "")
+    if summary.committed_at is not None:
+        pace = summary.steps_per_hour
+        yield f"committed {_ago(summary.committed_at)}" + (
+            "" if pace is None else f", at {short_text(pace)} steps per hour"
+        )
     if summary.run_id is not None:
-        yield f"run {plain(summary.run_id)}, attempt {plain(str(summary.attempt))}"
+        attempt = "" if summary.attempt is None else f", attempt {summary.attempt}"
+        yield plain(f"run {summary.run_id}{attempt}")
     if summary.page_bytes is not None:
         ranks = count(summary.world_size or 1, "rank")
         pages = count(summary.pages, "page")
         yield f"{ranks}, {pages} of about {format_bytes(summary.page_bytes)}"
     yield f"{count(summary.files, 'file')}, {format_bytes(summary.file_bytes)}"
     if summary.shared_files:
+        freed = format_bytes(summary.file_bytes - summary.shared_bytes)
         yield (
-            f"{summary.shared_files} of these files ({format_bytes(summary.shared_bytes)}) have "
-            "another name, in the run or a checkpoint: removing this one frees the rest only"
+            f"removing it frees {freed}: {count(summary.shared_files, 'file')} "
+            f"({format_bytes(summary.shared_bytes)}) also belong to the run or a checkpoint"
         )
     for directory, share in summary.directories.items():
         yield f"{plain(directory)}: {share:.0%} of the pages"
@@ -67,8 +101,11 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
         yield f"in use by {plain(summary.in_use_by)}"
     for note in summary.notes:
         yield f"note: {plain(note)}"
+    for sentence in summary.lost:
+        yield f"a conversion does not carry: {plain(sentence)}"
     for number, group in enumerate(summary.hyperparameters):
-        values = ", ".join(f"{key}={_hyperparameter(value)}" for key, value in group.items())
+        known = {key: decode(value) for key, value in group.items() if value is not None}
+        values = ", ".join(f"{key}={cell(value)}" for key, value in known.items())
         yield f"group {number}: {plain(values)}"
     if summary.parameters:
         yield from _parameter_table(summary)
@@ -78,22 +115,40 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
         yield f"{count(len(summary.parameters), 'parameter')}: {plain(totals)}"
     elif summary.tensors:
         yield from _tensor_table(summary)
+    if summary.kind not in ("run", "checkpoint", "plain checkpoint"):
+        source = shlex.quote(summary.path)
+        yield plain(f"What to type next: tierstore convert {source} RUN --to tierstore --dry-run")
     if summary.tensors:
         nbytes = format_bytes(sum(tensor.nbytes for tensor in summary.tensors))
         tensors = count(len(summary.tensors), "tensor")
         yield f".metadata names {tensors} ({nbytes}) and {count(summary.objects, 'other value')}"
 
 
-def _hyperparameter(value: object) -> str:
-    """Return a tagged value in at most 60 characters."""
-    if isinstance(value, dict) and value.keys() == {"$tuple"}:
-        value = tuple(value["$tuple"])
-    return cell(value)
+def _ago(time_s: float) -> str:
+    """Return how long ago a time is: "12 min ago"."""
+    age_s = max(0.0, time.time() - time_s)
+    if age_s < 120:
+        return f"{age_s:.0f} s ago"
+    return f"{age_s / 60:.0f} min ago" if age_s < 7200 else f"{days_text(age_s / 86400)} ago"
+
+
+def _checkpoint_table(found: Sequence[Listed]) -> Iterator[str]:
+    columns: dict[str, Callable[[Listed], object]] = {
+        "checkpoint": lambda one: plain(one.name),
+        "kind": lambda one: one.kind,
+        "step": lambda one: "unknown" if one.step is None else one.step,
+        "written": lambda one: _ago(one.written_at),
+        "size": lambda one: format_bytes(one.nbytes),
+        "removing frees": lambda one: format_bytes(one.freed_bytes),
+        "marked as whole": lambda one: {None: "", True: "yes", False: "no"}[one.marked_whole],
+    }
+    right = ("step", "written", "size", "removing frees")
+    return table(columns, found, right=right)
 
 
 def _parameter_table(summary: Summary) -> Iterator[str]:
     columns: dict[str, Callable[[ParameterSummary], object]] = {
-        "group": lambda parameter: parameter.group,
+        "group": lambda parameter: "" if parameter.group is None else parameter.group,
         "parameter": lambda parameter: plain(parameter.name),
         "shape": lambda parameter: shape_text(parameter.shape),
         "dtype": lambda parameter: parameter.dtype,

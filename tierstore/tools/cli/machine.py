@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tierstore.tools.cli.arguments import size_of
 from tierstore.tools.cli.output import OutputError
-from tierstore.units import format_bytes, parse_bytes
+from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
     from tierstore.tools.plan.job import Job
@@ -181,16 +182,6 @@ def _dtype(text: str) -> Any:
     if text not in DTYPES:
         raise PlanError(f"a dtype is one of {', '.join(DTYPES)}, got {text!r}")
     return DTYPES[text]
-
-
-def size_of(option: str, text: str | None) -> int | None:
-    """Return the bytes that an option names."""
-    from tierstore.errors import PlanError
-
-    try:
-        return None if text is None else parse_bytes(text)
-    except ValueError as error:
-        raise PlanError(f"{option}: {error}") from error
 
 
 def number_of(option: str, value: float) -> float:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TextIO, TypeVar
+
+from tierstore.units import format_bytes
 
 T = TypeVar("T")
 
@@ -153,26 +157,56 @@ def _fold(text: str, width: int) -> list[str]:
 
 
 @contextmanager
-def progress(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr for the length of a block, if stderr is a terminal.
+def progress(*passes: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on stderr for one pass after the other, if stderr is a terminal.
+
+    The rate and the time left are those of the whole pass so far: disks and caches work in bursts.
 
     Args:
-        verb: the operation on the bytes, for example "checked".
+        passes: the operations on the bytes in their order, for example "check". The first ones may
+            not happen, and are not counted then.
 
     Yields:
-        A function to call with the number of bytes done and of all bytes.
+        A function to call with the pass, the number of bytes done, and of all bytes.
     """
     from rich import progress as rich_progress
     from rich.console import Console
 
+    def rate(task: rich_progress.Task) -> float:
+        return task.completed / task.elapsed if task.elapsed else 0.0
+
+    class Rate(rich_progress.ProgressColumn):
+        def render(self, task: rich_progress.Task) -> str:
+            return f"{format_bytes(int(rate(task)))}/s"
+
+    class Left(rich_progress.ProgressColumn):
+        def render(self, task: rich_progress.Task) -> str:
+            if not task.total or not rate(task):
+                return "time left unknown"
+            left_s = (task.total - task.completed) / rate(task)
+            return f"{timedelta(seconds=math.ceil(left_s))} left"
+
     bar = rich_progress.Progress(
-        *rich_progress.Progress.get_default_columns(),
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
         rich_progress.DownloadColumn(binary_units=True),
-        rich_progress.TransferSpeedColumn(),
+        Rate(),
+        Left(),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
-    task = bar.add_task(verb, total=None)
+    tasks: dict[str, rich_progress.TaskID] = {}
+
+    def update(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            for task in tasks.values():
+                bar.update(task, visible=False)
+            first = passes.index(next(iter(tasks), name))
+            several = f"{len(tasks) + 1} of {len(passes) - first}, " * (len(passes) - first > 1)
+            tasks[name] = bar.add_task(f"{several}{name}", total=None)
+        bar.update(tasks[name], completed=done, total=total)
+
     with bar:
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield update

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierstore.tools.cli.arguments import JsonOption
+from tierstore.tools.cli.arguments import JsonOption, size_of
 from tierstore.tools.cli.exit_codes import BAD_DATA, exit_codes, fail
 from tierstore.tools.cli.machine import (
     AlgorithmOption,
@@ -37,7 +37,6 @@ from tierstore.tools.cli.machine import (
     number_of,
     probe_of,
     rates_of,
-    size_of,
     whole_number,
     write_file,
 )
@@ -112,7 +111,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how long drives last, whether a job fits, and how long its steps take.
+    """Say whether a job fits, its step time, and how drives wear.
 
     Exits with 1 if the job does not fit, or wears its drives out.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierstore.tools.cli.arguments import JsonOption
+from tierstore.tools.cli.arguments import JsonOption, size_of
 from tierstore.tools.cli.exit_codes import exit_codes
 from tierstore.tools.cli.output import complain, plain, shape_text, table, write, write_lines
 from tierstore.units import format_bytes
@@ -27,18 +27,20 @@ def probe(
     page_bytes: Annotated[str, typer.Option(help="Bytes of a page.")] = "32MiB",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure disks, processor and GPU, for a plan of a training run.
+    """Measure disks, processor and GPU, for fit and plan.
 
     Says first how many bytes it writes, and leaves nothing behind. Exits with 1 if a disk is too
     full.
     """
     with exit_codes(as_json):
+        page_size = size_of("--page-bytes", page_bytes)
+        sustained_bytes = size_of("--sustained", sustained)
         from tierstore.tools.probe.probe import probe as probe_machine
 
         result = probe_machine(
             directories,
-            page_bytes=_size("--page-bytes", page_bytes),
-            sustained=_size("--sustained", sustained),
+            page_bytes=page_size,
+            sustained=sustained_bytes,
             announce=lambda path, nbytes: complain(
                 f"writes at most {format_bytes(nbytes)} to {path}, and removes them"
             ),
@@ -47,15 +49,6 @@ def probe(
             write(result.to_json() + "\n")
         else:
             write_lines(_lines(result))
-
-
-def _size(option: str, text: str) -> int:
-    from tierstore.units import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from error
 
 
 def _lines(probe: Probe) -> Iterator[str]:

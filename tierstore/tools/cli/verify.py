@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from tierstore.tools.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
+from tierstore.tools.cli.arguments import (
+    JsonOption,
+    RunOrCheckpoint,
+    note_interrupted_reshard,
+    require_there,
+)
 from tierstore.tools.cli.exit_codes import BAD_DATA, exit_codes
 from tierstore.tools.cli.output import count, mark_line, plain, progress, write_json, write_lines
 from tierstore.units import format_bytes
@@ -35,11 +41,12 @@ def verify(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
     Exits with 1 if anything is not as it was written.
     """
     with exit_codes(as_json):
+        require_there(path)
         from tierstore.tools.inspect import verify as verification
 
         note_interrupted_reshard(path)
-        with progress("checked") as on_progress:
-            report = verification.verify(path, on_progress)
+        with progress("check") as on_progress:
+            report = verification.verify(path, partial(on_progress, "check"))
         if as_json:
             write_json({**dataclasses.asdict(report), "good": report.good})
         else:

@@ -116,7 +116,7 @@ def convert(
         force: replace a checkpoint at the destination, of a format that is written and with no
             other files beside it.
         dry_run: write nothing, and do not read the data. What would be refused is refused.
-        on_progress: called with "checked", "converted" or "verified", the number of bytes done,
+        on_progress: called with "check", "convert" or "verify", the number of bytes done,
             and of all bytes.
 
     Raises:
@@ -146,7 +146,7 @@ def convert(
     old = refuse_destination(target, source_paths, force=force)
     reading = Reading(
         check=not dry_run,
-        on_progress=lambda done, total: on_progress("checked", done, total),
+        on_progress=lambda done, total: on_progress("check", done, total),
         optimizer=only != "model",
     )
     contents = _read(source_paths, from_, reading, assume_model_order=assume_model_order)
@@ -217,6 +217,15 @@ def _writable(to: str) -> Format:
 
 
 # ------------------------------------------------------------------------------- reading
+
+
+def read_sources(paths: Sequence[Path], *, optimizer: bool = True) -> Contents:
+    """Return the contents of one checkpoint; of its data, nothing is read or checked.
+
+    Raises:
+        CheckpointError: it is not recognized, or makes no sense; the message says what to do.
+    """
+    return _read(paths, None, Reading(check=False, optimizer=optimizer), assume_model_order=False)
 
 
 def _read(
@@ -306,7 +315,7 @@ def _write(
 ) -> dict[tuple[str, str], str]:
     """Write all entries; return their digests."""
     with storage_errors("write", directory), writer.writing(directory) as put:
-        return _digests(writer.entries, memory, put, lambda n: on_progress("converted", n, nbytes))
+        return _digests(writer.entries, memory, put, lambda n: on_progress("convert", n, nbytes))
 
 
 def _digests(
@@ -355,7 +364,7 @@ def _verify(
             )
     ordered = [found[key] for key in expected]
     again = _digests(
-        ordered, memory, lambda piece: None, lambda n: on_progress("verified", n, nbytes)
+        ordered, memory, lambda piece: None, lambda n: on_progress("verify", n, nbytes)
     )
     for key, digest in again.items():
         if digest != digests[key]:

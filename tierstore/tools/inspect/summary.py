@@ -5,9 +5,9 @@ A summary can be made while the run is in use, because a manifest never changes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tierstore.checkpoint.whole_mark import is_marked_whole
-from tierstore.errors import CorruptionError
+from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.kinds import kind_of
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import (
+    Rank,
     committed_in,
     holder_of,
     missing_ranks,
@@ -28,9 +29,15 @@ from tierstore.inspection.run_reader import (
     read_published,
     read_ranks,
 )
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
 from tierstore.run.commit import Commit
-from tierstore.run.file_names import METADATA_NAME
+from tierstore.run.file_names import METADATA_NAME, Revision, manifest_name
+from tierstore.run.tagged_json import encode
+from tierstore.tools.convert.contents import Contents
+from tierstore.tools.convert.convert import read_sources
+from tierstore.tools.convert.entries import BUFFER, Entry
+from tierstore.tools.inspect.folder import count_files, kind_at
 
 # A run in use may remove manifests that are being read, except the last two.
 _TRIES = 5
@@ -40,7 +47,8 @@ _TRIES = 5
 class ParameterSummary:
     """One parameter and its states."""
 
-    group: int
+    group: int | None
+    """Number of its param group; None if the file has none for it."""
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -67,11 +75,16 @@ class Summary:
 
     path: str
     kind: str
-    """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
+    """"run", "checkpoint", "plain checkpoint" of DCP that tierstore did not publish, or the foreign
+    format, as "deepspeed checkpoint"."""
     step: int | None = None
     """The committed step; None if nothing was committed, or no file names it."""
     epoch: int = 0
     """How often the run was rewound before that step."""
+    committed_at: float | None = None
+    """When a run committed the step, in seconds since 1970."""
+    steps_per_hour: float | None = None
+    """Between the commits of a run that are still there; None if there is one only."""
     run_id: str | None = None
     attempt: str | None = None
     world_size: int | None = None
@@ -99,10 +112,12 @@ class Summary:
     shared_bytes: int = 0
     in_use_by: str | None = None
     notes: list[str] = field(default_factory=list)
+    lost: Sequence[str] = ()
+    """What a conversion of a foreign checkpoint does not carry, one sentence each."""
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
-    """Return the content of a run directory or a checkpoint, published by tierstore or not.
+    """Return the content of a run or a checkpoint, of tierstore or any format that convert() reads.
 
     Raises:
         CheckpointError: ``path`` is neither, or this user may not read it.
@@ -110,11 +125,20 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         StorageError: the disk cannot list ``path``.
     """
     root = Path(path)
-    kind = kind_of(root)
-    summary = _summarize_run(root) if kind == "run" else _summarize_checkpoint(root, kind)
+    kind = kind_at(root) or kind_of(root)
+    if kind == "run":
+        summary = _summarize_run(root)
+    elif kind in ("checkpoint", "plain checkpoint"):
+        summary = _summarize_checkpoint(root, kind)
+    else:
+        summary = _summarize_foreign(root, kind)
     for directory in (root, *map(Path, summary.directories)):
         if directory == root or root not in directory.parents:
-            _count_files(directory, summary)
+            found = count_files(directory)
+            summary.files += found.files
+            summary.file_bytes += found.nbytes
+            summary.shared_files += found.shared_files
+            summary.shared_bytes += found.shared_bytes
     return summary
 
 
@@ -146,6 +170,7 @@ def _summarize_run(root: Path) -> Summary:
         reader.faults.append(missing)
     if newest is not None:
         _add_commits(summary, committed_in(reader, ranks, newest))
+        _add_times(summary, root, ranks[0], newest)
     elif has_commits:
         reader.fault(str(root), "has no commit that is whole on all ranks")
         _require_good(reader)
@@ -153,6 +178,69 @@ def _summarize_run(root: Path) -> Summary:
         summary.notes.append("nothing was committed yet")
     _note_faults(summary, reader)
     return summary
+
+
+def _add_times(summary: Summary, root: Path, rank: Rank, newest: Revision) -> None:
+    """Add when the run committed, and how fast, by the times of the files of one rank."""
+    times = {}
+    for revision in rank.manifests:
+        with contextlib.suppress(FileNotFoundError):  # The run in use has removed it.
+            times[revision] = (root / rank.folder / manifest_name(revision)).stat().st_mtime
+    summary.committed_at = times.get(newest)
+    before = min((r for r in times if r.epoch == newest.epoch), default=newest)
+    if newest in times and newest.step > before.step and times[newest] > times[before]:
+        hours = (times[newest] - times[before]) / 3600
+        summary.steps_per_hour = (newest.step - before.step) / hours
+
+
+def _summarize_foreign(root: Path, kind: str) -> Summary:
+    summary = Summary(path=str(root), kind=f"{kind} checkpoint")
+    try:
+        contents = read_sources([root])
+    except CheckpointError as error:  # Of the optimizer, whose parameters may have no names.
+        contents = read_sources([root], optimizer=False)
+        summary.notes.append(f"the optimizer cannot be read: {error}")
+    summary.step, summary.lost = contents.step, contents.lost
+    summary.notes += contents.notes
+    summary.hyperparameters = [
+        {key: _encoded(value) for key, value in group.hyperparameters.items()}
+        for group in contents.groups
+    ]
+    groups = {name: n for n, group in enumerate(contents.groups) for name in group.parameters}
+    entries: dict[str, list[Entry]] = {}
+    for entry in contents.entries:
+        entries.setdefault(entry.parameter, []).append(entry)
+        state = _state_of(entry, contents)
+        summary.state_bytes[state] = summary.state_bytes.get(state, 0) + entry.nbytes
+    for name, states in entries.items():
+        weight = contents.weights.get(name, states[0])
+        summary.parameters.append(
+            ParameterSummary(
+                group=groups.get(name),
+                name=name,
+                shape=weight.shape,
+                dtype=dtype_name(contents.dtypes.get(name, weight.dtype)),
+                states={_state_of(one, contents): dtype_name(one.dtype) for one in states},
+                nbytes=sum(one.nbytes for one in states),
+            )
+        )
+    return summary
+
+
+def _state_of(entry: Entry, contents: Contents) -> str:
+    """Return the name of a state; a master is the weight if the model has the same dtype."""
+    if entry.state == BUFFER:
+        return "buffer"
+    is_weight = entry.state == MASTER and entry.parameter not in contents.dtypes
+    return "weight" if is_weight else entry.state
+
+
+def _encoded(value: object) -> Any:
+    """Return a value in the form of manifests, or as text if it has none."""
+    try:
+        return encode(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _summarize_checkpoint(root: Path, kind: str) -> Summary:
@@ -220,19 +308,3 @@ def _add_metadata(summary: Summary, metadata: Metadata) -> None:
         if isinstance(item, TensorStorageMetadata)
     ]
     summary.objects = len(metadata.state_dict_metadata) - len(summary.tensors)
-
-
-def _count_files(root: Path, summary: Summary) -> None:
-    """Count the regular files below a directory, which may change meanwhile."""
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                status = os.lstat(os.path.join(folder, name))
-            except OSError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                summary.files += 1
-                summary.file_bytes += status.st_size
-                if status.st_nlink > 1:
-                    summary.shared_files += 1
-                    summary.shared_bytes += status.st_size
