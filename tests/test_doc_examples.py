@@ -25,7 +25,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import muon
 import tierstore
 from tests.test_docs import FENCE, PAGES, ROOT
-from tierstore.tools.probe.probe import probe
 
 Names = dict[str, Any]
 
@@ -203,11 +202,6 @@ def of_ranks() -> Names:
     return {**usual(), "model": model, **fsdp, **stages, "dist": dist}
 
 
-def of_planning() -> Names:
-    Path("machine.json").write_text(probe([Path()], page_bytes=65536).to_json())
-    return usual()
-
-
 def of_sharding() -> Names:
     names = of_ranks()
     dist.init_process_group("gloo")
@@ -248,7 +242,6 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/muon.md": of_muon,
     "docs/guide/optimizers.md-1": of_optimizers,
     "docs/guide/optimizers.md-2": of_encoded_states,
-    "docs/guide/planning.md": of_planning,
     "docs/guide/ranks.md": of_ranks,
     "docs/guide/ranks.md-2": of_sharding,
     "docs/guide/routing.md": of_routing,
