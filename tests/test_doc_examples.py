@@ -28,7 +28,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import muon
 import tierstore
 from tests.test_docs import FENCE, PAGES, ROOT
-from tierstore.tools.probe.probe import probe
 
 Names = dict[str, Any]
 
@@ -40,7 +39,7 @@ OF_PEERS = {
     "docs/guide/lightning.md": 1,
     "docs/guide/torchtitan.md": 1,
 }
-DEEPSPEED = ("docs/guide/convert.md", 3)  # The block that starts DeepSpeed.
+DEEPSPEED = ("docs/guide/deepspeed.md", 1)  # The block that starts DeepSpeed.
 
 
 def model_of() -> nn.Module:
@@ -158,13 +157,29 @@ def of_checkpoints() -> Names:
 def of_convert() -> Names:
     from tierstore.tools.convert.convert import convert
 
-    names = usual()  # DeepSpeed loads no momentum of Muon.
-    names["groups"] = muon.param_groups(names["model"], is_muon=lambda name, parameter: False)
-    committed(names)
-    convert("nvme/run1", "nvme/run2", to="tierstore")
-    convert("nvme/run1", "universal", to="universal")
+    names = committed(usual())
     convert("nvme/run1", "weights", to="dcp", only="model")
-    return {**names, "Path": Path, "DST": "universal"}
+    return names
+
+
+def of_deepspeed() -> Names:
+    """A checkpoint that DeepSpeed wrote, converted; what a program has to train on with it."""
+    from tests.peers.programs.deepspeed_writer import Model, gradients_of
+    from tierstore.tools.convert.convert import convert
+
+    checkpoint = ROOT / "tests/tools/convert/fixtures/deepspeed/zero1-adamw/checkpoint"
+    convert(checkpoint, "start", to="dcp")
+    convert("start", "universal", to="universal")
+    model = Model(big=False)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        **usual(),
+        "Path": Path,
+        "model": model,
+        "make_model": lambda: Model(big=False),
+        "batches_from": lambda step: [gradients_of(number, shapes) for number in (step, step + 1)],
+        "loss_of": lambda model, batch: model(batch),
+    }
 
 
 def of_ranks() -> Names:
@@ -177,11 +192,6 @@ def of_ranks() -> Names:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     os.environ |= {**address, "RANK": "0", "WORLD_SIZE": "1"}
     return {**usual(), "model": model, **fsdp, **stages, "dist": dist}
-
-
-def of_planning() -> Names:
-    Path("machine.json").write_text(probe([Path()], page_bytes=65536).to_json())
-    return usual()
 
 
 def of_sharding() -> Names:
@@ -214,13 +224,13 @@ def of_encoded_states() -> Names:
 # Page, or page and block -> what it takes from around it.
 SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/checkpoints.md": of_checkpoints,
-    "docs/guide/commands.md": lambda: committed(usual()),
+    "docs/reference/commands.md": lambda: committed(usual()),
     "docs/guide/convert.md": of_convert,
+    "docs/guide/deepspeed.md": of_deepspeed,
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
     "docs/guide/muon.md": of_muon,
     "docs/guide/optimizers.md-1": of_optimizers,
     "docs/guide/optimizers.md-2": of_encoded_states,
-    "docs/guide/planning.md": of_planning,
     "docs/guide/ranks.md": of_ranks,
     "docs/guide/ranks.md-2": of_sharding,
     "docs/guide/resume.md": of_resume,

@@ -106,7 +106,7 @@ def test_deepspeed_loads_every_state_and_goes_on(
 def test_deepspeed_does_not_load_what_is_not_trained(
     deepspeed: dict[str, Path], loaded: Loaded, tmp_path: Path
 ) -> None:
-    """When this fails, docs/guide/convert.md need not say how to load it."""
+    """When this fails, docs/guide/deepspeed.md need not say how to load it."""
     convert(deepspeed["zero2-adamw"] / "checkpoint", tmp_path / "out", to="universal")
     saved = model_states_in(tmp_path / "out")["module"]["frozen.weight"]
     facts = json.loads((loaded.whole["zero2-adamw zero2 1"] / "facts.json").read_text())

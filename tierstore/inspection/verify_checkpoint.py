@@ -1,6 +1,6 @@
 """Verification of every byte and every chunk of a checkpoint, published by tierstore or not.
 
-Nothing is changed or executed, and a fault does not end the check. docs/guide/commands.md lists
+Nothing is changed or executed, and a fault does not end the check. docs/reference/commands.md lists
 the checks.
 """
 

@@ -64,7 +64,7 @@ def test_every_command_has_help_and_a_section_of_the_docs(command: str) -> None:
     code, out, _ = call(command, "--help")
     assert code == 0
     assert "Options" in out
-    assert f"\n## `tierstore {command} " in (ROOT / "docs/guide/commands.md").read_text()
+    assert f"\n## `tierstore {command} " in (ROOT / "docs/reference/commands.md").read_text()
     assert command in call("--help")[1]
 
 

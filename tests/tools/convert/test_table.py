@@ -1,4 +1,4 @@
-"""The table of docs/guide/convert.md: every source in every target, and what it says is carried.
+"""The table of docs/reference/conversions.md: every source in every target, and what is carried.
 
 What a source holds is known without the converter: from the program that wrote it, from truth
 files, or from what torch, DCP and safetensors themselves read. So is what a destination holds.
@@ -34,14 +34,13 @@ from tests.support.universal_files import folder_in, model_states_in, optimizer_
 from tierstore.run import tagged_json
 from tierstore.tools.convert.convert import Conversion, convert
 
-GUIDE = Path(__file__).parents[3] / "docs/guide/convert.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/conversions.md"
 FIXTURES = Path(__file__).parent / "fixtures"
 EXTRA = {"position": {"batch": (7, [torch.arange(3)])}}
 
 CARRIED = {
     "all": {"optimizer", "others"},
-    "all of model and optimizer": {"optimizer", "others"},
-    "all but buffers and frozen tensors": {"optimizer"},
+    "all trained": {"optimizer"},
     "all, of Adam and AdamW": {"optimizer", "others"},
     "weights and buffers": {"others"},
     "weights": set[str](),
@@ -49,12 +48,12 @@ CARRIED = {
 """Cell -> what is carried beside the weights of parameters: "others" are buffers and frozen
 tensors, "optimizer" is states, hyperparameters, the step and ``extra``."""
 
-REFUSED = ("[begin from `dcp`](#weights-alone)", "refused: no optimizer")
+REFUSED = ("[begin from `dcp`](../guide/convert.md#convert-weights-alone)", "refused: no optimizer")
 
 
 def table() -> dict[str, dict[str, str]]:
     """Text of the first column -> target -> cell."""
-    lines = GUIDE.read_text().split("\n\n")
+    lines = PAGE.read_text().split("\n\n")
     (rows,) = (part.splitlines() for part in lines if part.startswith("| from \\ to |"))
     head, _, *body = ([cell.strip() for cell in row.strip("|").split(" | ")] for row in rows)
     targets = [target.strip("` |") for target in head[1:]]

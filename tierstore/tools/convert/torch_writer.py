@@ -28,7 +28,7 @@ FILE = "checkpoint.pt"
 
 
 class Writer:
-    """Writes a dict with "model", "optimizer" and "tierstore"; see docs/guide/convert.md.
+    """Writes a dict with "model", "optimizer" and "tierstore"; see docs/reference/conversions.md.
 
     Args:
         contents: what is written.

@@ -1,6 +1,6 @@
 """Verification of a run or a checkpoint, and the report of it.
 
-Nothing is changed or executed, and a fault does not end the check. docs/guide/commands.md lists
+Nothing is changed or executed, and a fault does not end the check. docs/reference/commands.md lists
 the checks of each kind.
 """
 
