@@ -258,8 +258,8 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     def fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys."""
+        drop_duplicates(param_group)
         _add_param_group(self, param_group)
-        drop_duplicates(param_group)  # torch.optim has warned of them.
 
     def _check_parameters(self, numbers: Collection[int]) -> None:
         """Check that the parameters of groups can be stepped and paged, under unique names."""
