@@ -248,11 +248,15 @@ class TierStore:
                 step_on=device,
                 free_gradients=free_gradients,
                 wear=wear,
+                directory=directories or storage,
                 opened_at=opened_at,
             )
             self.pages = Pages(self._session)
             """The pages, for optimizers: see ``tierstore.pages``."""
             self._opened = opened
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self).get('_session', 'not open')!s})"
 
     # -- Parameters and steps.
 

@@ -21,7 +21,7 @@ from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED, PagedGroup, PagedParameter
 from tierstore.optim.attached import AttachedGroups
 from tierstore.optim.modes import without_callers_modes
-from tierstore.optim.param_groups import drop_duplicates
+from tierstore.optim.param_groups import drop_duplicates, in_words
 from tierstore.optim.restored import scheduled_keys, warn_of_other_rates, warn_of_other_values
 from tierstore.optim.state import PagedState
 from tierstore.optim.state_dicts import check_keys, match, pack
@@ -202,6 +202,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def rule(self) -> str | None:
         """Name of the rule, if groups do not tell it; see ``PagedGroup.rule``."""
         return None
+
+    def _rule_of(self, group: Mapping[str, Any]) -> str | None:
+        """Return the name of the rule of a group, for repr()."""
+        return self.rule
 
     @property
     def keys(self) -> Collection[str]:
@@ -652,6 +656,13 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def memory_of_rule(self) -> dict[str, dict[str, int]]:
         """Return the bytes that the rule needs beside pages: "GPU" or "host" -> what -> bytes."""
         return {}
+
+    def __repr__(self) -> str:
+        """Return one line with the class, the parameters and groups, and the store."""
+        own = vars(self)  # The constructor may have raised.
+        groups = own.get("param_groups", [])
+        text = in_words(groups, map(self._rule_of, groups))
+        return f"{type(self).__name__}({text}; {own.get('store')!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the optimizer needs, with copies of the states.

@@ -1,7 +1,9 @@
-"""The dicts of ``param_groups``: parameters that are there twice."""
+"""The dicts of ``param_groups``: parameters that are there twice, and their numbers in words."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,5 +41,24 @@ def drop_duplicates(group: dict[str, Any]) -> None:
             group[key] = [group[key][index] for index in kept]
 
 
+def in_words(groups: Sequence[Mapping[str, Any]], rules: Iterable[str | None]) -> str:
+    """Return the number of parameters, in all and by rule, and of groups.
+
+    Args:
+        groups: the groups.
+        rules: the rule of each group, if it has one.
+    """
+    counts: Counter[str] = Counter()
+    for group, rule in zip(groups, rules, strict=True):
+        counts[rule or ""] += len(group.get("params", ()))
+    by_rule = [f"{count} {rule}" for rule, count in counts.items() if rule]
+    text = f"{_number(counts.total(), 'parameter')} in {_number(len(groups), 'group')}"
+    return f"{text}: {', '.join(by_rule)}" if by_rule else text
+
+
 def _is_named(given: Any) -> bool:
     return isinstance(given, tuple) and len(given) > 1
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
