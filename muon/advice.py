@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,9 +35,8 @@ def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[s
         return
     slowness = newton_schulz.bfloat16_slowness()
     if slowness > _SLOWNESS_MAX:
-        warnings.warn(
+        tierstore.pages.warn_user(
             f"this CPU multiplies matrices in bfloat16 {slowness:.0f} times slower than in "
             'float32: pass ns_dtype="auto" or ns_dtype=torch.float32 for faster steps, whose '
             "results then differ from torch.optim.Muon",
-            stacklevel=4,
         )

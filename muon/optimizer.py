@@ -331,6 +331,9 @@ class Muon(tierstore.PagedOptimizer):
         logits = plain if ranks is None else largest(ranks.gather(plain))
         return self._qk_clip.scales(logits, self._attached.find)
 
+    def _rule_of(self, group: Mapping[str, Any]) -> str | None:
+        return group.get("algorithm")
+
     @property
     def keys(self) -> Collection[str]:
         """The known keys of param groups."""

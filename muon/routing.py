@@ -231,11 +231,17 @@ def param_groups(
             "needs two-dimensional parameters. Declare the matrices that they hold with matrices=, "
             "name them in adamw_names, or pass conv='adamw'"
         )
-    _report("parameters with more than two dimensions", kernels, firsts)
+    _report(
+        "parameters with more than two dimensions",
+        kernels,
+        firsts,
+        advice="matrices= declares the matrices that they hold; adamw_names= ends this warning",
+    )
     _report(
         "matrices whose own name is not the name of a weight",
         [use for use in firsts if rules[use.name] == "table" and use.parameter.ndim == 2],
         firsts,
+        advice="is_muon= routes them to Muon; adamw_names= ends this warning",
     )
     return ParamGroups((group for group in groups.values() if group["params"]), rules=rules)
 
@@ -284,17 +290,18 @@ def _declarations(
     return found
 
 
-def _report(what: str, routed: Collection[Use], uses: Collection[Use]) -> None:
+def _report(what: str, routed: Collection[Use], uses: Collection[Use], *, advice: str) -> None:
     """Log parameters that are routed to AdamW and may be most of the model."""
     if routed:
         logger.warning(
-            "%s, routed to AdamW: %d, %.0f%% of elements; %s",
+            "%s, routed to AdamW: %d, %.0f%% of elements; %s. %s",
             what,
             len(routed),
             100
             * sum(use.parameter.numel() for use in routed)
             / max(1, sum(use.parameter.numel() for use in uses)),
             _first_of(routed),
+            advice,
         )
 
 

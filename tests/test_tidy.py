@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The rooms of tierstore, lowest level first. An import goes to a lower level, or stays in its room.
 LEVELS = (
     "errors units compiling",
-    "threads",
+    "threads user_warnings",
     "layout storage ranks",
     "run",
     "paging inspection",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +16,7 @@ from tierstore.paging.buffers import Buffer, BufferPool
 from tierstore.paging.views import ChunkView
 from tierstore.run.registered import CommittedStep
 from tierstore.store import TierStore
+from tierstore.user_warnings import warn_user
 
 
 class AveragedModel:
@@ -239,11 +239,10 @@ class AveragedModel:
             self._take_buffers()
         last, self._seen = self._kept["step"], step
         if last > step:
-            warnings.warn(
+            warn_user(
                 f"the averages are of step {last}, and the run is at step {step}, as after a kill: "
                 f"they change again after step {last}. If you rewound the run, rewind the averages "
-                "likewise",
-                stacklevel=2,
+                "with restore(step, checkpoint=PATH, rewind=True)"
             )
 
 

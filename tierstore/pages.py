@@ -7,7 +7,6 @@ See docs/guide/optimizers.md.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -27,6 +26,7 @@ from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
 from tierstore.ranks.peers import Peers, Ranks
 from tierstore.units import format_bytes, parse_bytes
+from tierstore.user_warnings import warn_user
 
 __all__ = [
     "Chunk",
@@ -51,6 +51,7 @@ __all__ = [
     "profiled",
     "refuse_other_rule",
     "unwrapped_names",
+    "warn_user",
 ]
 
 # The gradients of replicas are compared at the first step and then after this number of steps.
@@ -197,13 +198,15 @@ class Pages:
             session.steps_begun += 1
             self._changes.warn(wait=True)
             if gradients.nonfinite:
-                warnings.warn(f"{gradients.nonfinite}. This step is skipped", stacklevel=3)
+                warn_user(
+                    f"{gradients.nonfinite}. This step is skipped. nonfinite='raise' stops at "
+                    "such a step, and torch.autograd.detect_anomaly() finds its cause"
+                )
             elif not gradients.present and not self._warned_of_no_gradient:
                 self._warned_of_no_gradient = True
-                warnings.warn(
+                warn_user(
                     "no parameter has a gradient, so this step changes none: call backward() "
-                    "before step(), and zero_grad() after it. Later steps like this do not warn",
-                    stacklevel=3,
+                    "before step(), and zero_grad() after it. Later steps like this do not warn"
                 )
             if session.committer.is_due and not gradients.nonfinite:
                 session.begin_commit()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -54,6 +53,7 @@ from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.storage.paths import FULL
 from tierstore.units import parse_bytes
+from tierstore.user_warnings import warn_user
 
 # Ranks that wait for a verification meet this often.
 _VERIFYING_TURN_S = 1.0
@@ -179,10 +179,9 @@ class TierStore:
                 change = f"from {before} to {ranks.world_size} ranks"
                 if before == ranks.world_size:
                     change = "to another number of ranks, which was interrupted"
-                warnings.warn(
+                warn_user(
                     f"the run in {directories[0]} goes {change}: restore() lays it out anew, from "
-                    f"step {other.manifests[0].step}",
-                    stacklevel=2,
+                    f"step {other.manifests[0].step}"
                 )
 
             def open_storage() -> Storage | None:
@@ -253,11 +252,15 @@ class TierStore:
                 step_on=device,
                 free_gradients=free_gradients,
                 wear=wear,
+                directory=directories or storage,
                 opened_at=opened_at,
             )
             self.pages = Pages(self._session)
             """The pages, for optimizers: see ``tierstore.pages``."""
             self._opened = opened
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self).get('_session', 'not open')!s})"
 
     # -- Parameters and steps.
 
@@ -393,7 +396,7 @@ class TierStore:
             is_changed = not committer.is_up_to_date and session.left_was_changed()
         if is_changed and session.ranks.rank == 0:
             lost = committer.lost_commit
-            warnings.warn(
+            warn_user(
                 f"parameters were changed since step {committer.step}, and a commit holds what its "
                 + (
                     "step left. No other step is committed, so close() commits them as they are now"
@@ -401,8 +404,7 @@ class TierStore:
                     else "step left: close() does not commit this step, and a restart finds step "
                     f"{self.committed.step}"
                 )
-                + ". Call synchronize() right after the last step()",
-                stacklevel=4,
+                + ". Call synchronize() right after the last step()"
             )
         if is_changed and committer.lost_commit:
             session.accept_parameters()

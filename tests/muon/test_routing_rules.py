@@ -339,7 +339,8 @@ def test_matrices_with_names_of_tables_are_reported(caplog: pytest.LogCaptureFix
     assert (record.name, record.levelno) == ("muon", logging.WARNING)
     assert record.getMessage() == (
         "matrices whose own name is not the name of a weight, routed to AdamW: 2, 42% of elements; "
-        "the first is 'first.matrix' of shape (8, 8)"
+        "the first is 'first.matrix' of shape (8, 8). is_muon= routes them to Muon; adamw_names= "
+        "ends this warning"
     )
     caplog.clear()
     muon.param_groups(model, is_muon=lambda name, _: True if name.endswith("matrix") else None)

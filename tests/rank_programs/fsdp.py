@@ -238,8 +238,9 @@ def leaving(
                     assert all(p.grad is None for p in model.parameters())
                     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
                         assert torch.equal(whole(mine), whole(other))
-    texts = [str(one.message) for one in caught]
-    return [text for text in texts if "set_requires_gradient_sync" in text]
+    found = [one for one in caught if "set_requires_gradient_sync" in str(one.message)]
+    assert all(one.filename == __file__ for one in found)  # The line of backward().
+    return [str(one.message) for one in found]
 
 
 class Nested(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tierstore.threads import Result
+from tierstore.units import format_bytes
 
 
 class Publication:
@@ -21,6 +22,20 @@ class Publication:
         self.step = step
         self.bytes_total = self.bytes_copied = self.bytes_linked = 0
         self.outcome: Result[None] = Result()
+
+    def __repr__(self) -> str:
+        """Return one line, without waiting: ``Publication('d/a', step 7, published, ...)``."""
+        state = "in progress"
+        if self.done():
+            error = self.outcome.error
+            state = "published" if error is None else f"failed: {type(error).__name__}"
+        parts = [f"{self.path!r}", f"step {self.step}", state]
+        if self.bytes_linked:
+            parts.append(f"{format_bytes(self.bytes_linked)} linked")
+        if self.bytes_copied or self.bytes_total != self.bytes_linked:
+            copied, total = format_bytes(self.bytes_copied), format_bytes(self.bytes_total)
+            parts.append(f"{copied} of {total} copied")
+        return f"Publication({', '.join(parts)})"
 
     def done(self) -> bool:
         """Return whether wait() returns or raises at once."""

@@ -21,7 +21,7 @@ from tierstore.layout.other_rules import RULE
 from tierstore.layout.parameters import STEPPED, PagedGroup, PagedParameter
 from tierstore.optim.attached import AttachedGroups
 from tierstore.optim.modes import without_callers_modes
-from tierstore.optim.param_groups import drop_duplicates
+from tierstore.optim.param_groups import drop_duplicates, in_words
 from tierstore.optim.restored import scheduled_keys, warn_of_other_rates, warn_of_other_values
 from tierstore.optim.state import PagedState
 from tierstore.optim.state_dicts import check_keys, match, pack
@@ -203,6 +203,10 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
         """Name of the rule, if groups do not show it; see ``PagedGroup.rule``."""
         return None
 
+    def _rule_of(self, group: Mapping[str, Any]) -> str | None:
+        """Return the name of the rule of a group, for repr()."""
+        return self.rule
+
     @property
     def keys(self) -> Collection[str]:
         """The keys of param groups that the rule knows."""
@@ -258,8 +262,8 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
 
     def fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys."""
+        drop_duplicates(param_group)
         _add_param_group(self, param_group)
-        drop_duplicates(param_group)  # torch.optim has warned about duplicates.
 
     def _check_parameters(self, numbers: Collection[int]) -> None:
         """Check that the parameters of groups can be stepped and paged, under unique names."""
@@ -652,6 +656,13 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
     def memory_of_rule(self) -> dict[str, dict[str, int]]:
         """Return the memory of the rule outside of pages: "GPU" or "host" -> what -> bytes."""
         return {}
+
+    def __repr__(self) -> str:
+        """Return one line with the class, the parameters and groups, and the store."""
+        own = vars(self)  # The constructor may have raised.
+        groups = own.get("param_groups", [])
+        text = in_words(groups, map(self._rule_of, groups))
+        return f"{type(self).__name__}({text}; {own.get('store')!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the content of a copy of the optimizer, with copies of the states.

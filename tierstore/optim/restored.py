@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
+
+from tierstore.user_warnings import warn_user
 
 
 def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[float]) -> None:
@@ -19,11 +20,10 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[
     """
     for number, (group, lr) in enumerate(zip(groups, restored, strict=False)):
         if float(group.get("lr", lr)) != lr:
-            warnings.warn(
+            warn_user(
                 f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
                 f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
                 "start value: make it before, and call store.register(scheduler=scheduler)",
-                stacklevel=4,
             )
             return
 
@@ -68,10 +68,9 @@ def warn_of_other_values(
             if _plain(before[name]) != _plain(group[name])
         ]
     if found:
-        warnings.warn(
+        warn_user(
             f"restore() took the saved values of param groups: {'; '.join(found)}. "
-            "restore(keep_hyperparameters=True) keeps the values that the program gave",
-            stacklevel=4,
+            "restore(keep_hyperparameters=True) keeps the values that the program gave"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Copy, Device
 from tierstore.paging.fsdp import unreduced_bytes
 from tierstore.units import align_up, format_bytes
+from tierstore.user_warnings import warn_user
 
 _ALIGNMENT = 64
 LEAVING_BYTES_MAX = 1 << 28
@@ -277,12 +277,11 @@ class HostGradients:
             return
         self._looks = False
         if nbytes := unreduced_bytes(reduced):
-            warnings.warn(
+            warn_user(
                 f"FSDP2 keeps {format_bytes(nbytes)} of gradients on the GPU until the last "
                 "backward of a step, because set_requires_gradient_sync(False) was called: "
                 "offload_gradients moves only reduced gradients. Without that call, each backward "
                 "is reduced, and its gradients leave the GPU",
-                stacklevel=3,
             )
 
     @torch.no_grad()

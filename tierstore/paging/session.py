@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,8 @@ from tierstore.ranks.roll_call import Calls
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.registered import Registered
 from tierstore.run.usability import Usability
+from tierstore.storage.base import Storage
+from tierstore.units import format_bytes
 
 
 class Session:
@@ -34,6 +38,7 @@ class Session:
         step_on: where pages are stepped; None: where the parameters are.
         free_gradients: whether gradients are set to None after their use.
         wear: the wear of the drives.
+        directory: the directories of the run, or the storage that was given, for repr().
         opened_at: time.monotonic() when the store was opened.
     """
 
@@ -50,6 +55,7 @@ class Session:
         step_on: torch.device | None,
         free_gradients: bool,
         wear: Wear,
+        directory: Sequence[Path] | Storage | None,
         opened_at: float,
     ) -> None:
         self.ranks = ranks
@@ -62,12 +68,37 @@ class Session:
         self.step_on = step_on
         self.free_gradients = free_gradients
         self.wear = wear
+        self._directory = _in_words(directory)
         self._opened_at = opened_at
         self.given = GivenStates()
         """The tensors of states that callers hold."""
         self.registered = Registered()
         self.steps_begun = 0
         """Steps since the store was opened, the same on all ranks."""
+
+    def __repr__(self) -> str:
+        """Return the arguments in the repr() of the store. Raises nothing and waits for nothing."""
+        ranks, committer, usability = self.ranks, self.committer, self.usability
+        parts = [self._directory]
+        if ranks.world_size > 1:
+            parts.append(f"rank {ranks.rank} of {ranks.world_size}")
+        parts += usability.remarks
+        parts.append(f"step {committer.step}")
+        if isinstance(committer, Committer):
+            if committer.committed is not None:
+                parts.append(f"committed {committer.committed_step}")
+            elif not usability.awaits_restore:  # Else other ranks have committed.
+                parts.append("no commit")
+        pages = self.table.pages
+        if not self.table.groups:
+            parts.append("no pages before the first step or restore()")
+        else:
+            nbytes = format_bytes(sum(page.layout.nbytes for page in pages))
+            count = f"{nbytes} in {len(pages)} page" + "s" * (len(pages) != 1)
+            tiers = Counter(page.tier.value for page in pages).most_common()
+            where = ", ".join(f"{tier} {number}" for tier, number in tiers)
+            parts.append(f"{count}: {where}" if pages and not usability.closed else count)
+        return ", ".join(parts)
 
     @property
     def seconds(self) -> float:
@@ -136,3 +167,13 @@ class Session:
         manifest = committer.manifest(layout, table.groups, entries)
         with pager.stalled(), self.usability.failing(interrupts=False):
             committer.begin(manifest, writes)
+
+
+def _in_words(directory: Sequence[Path] | Storage | None) -> str:
+    """Return how a user names the directory of a store."""
+    if directory is None:
+        return "None"
+    if not isinstance(directory, Sequence):
+        return repr(directory.location)
+    paths = [str(path) for path in directory]
+    return repr(paths[0] if len(paths) == 1 else paths)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from tierstore.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,28 @@ class Stats:
     drive_days_left: float | None
     """Days until the rated life is used up at the current pace; None without ``endurance``, in the
     first ten minutes, and before the first write."""
+
+    def __str__(self) -> str:
+        """Return a table of the counters that have a value, one a line, with units."""
+        names = [field.name for field in fields(self)]
+        after = names.index("bytes_written") + 1
+        names[after:after] = ["bytes_written_per_step", "bytes_written_per_day"]
+        rows = [(name, self._text(name)) for name in names]
+        width = max(map(len, names)) + 2
+        return "\n".join(f"{name:{width}}{text}" for name, text in rows if text)
+
+    def _text(self, name: str) -> str:
+        """Return a counter for people; an empty text if it has no value."""
+        value = getattr(self, name)
+        if value is None or value != value:  # NaN before the first step.
+            return ""
+        if isinstance(value, Mapping):
+            return ", ".join(f"{tier} {count}" for tier, count in value.items()) or "none"
+        if "bytes" in name:
+            return format_bytes(round(value))
+        if name == "drive_life_used":
+            return f"{value:.1%}"
+        return f"{value:,.1f}" if isinstance(value, float) else str(value)
 
     @property
     def bytes_written_per_step(self) -> float:

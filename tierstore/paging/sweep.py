@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
@@ -18,6 +17,7 @@ from tierstore.paging.gradients import NonFinite
 from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.views import PageView, Source, without_collections
+from tierstore.user_warnings import warn_user
 
 
 class Phase(enum.Enum):
@@ -221,8 +221,8 @@ class Changes:
         name = next(itertools.compress(names, flags.tolist()), None)
         if name is not None:
             self._warned = True
-            warnings.warn(
-                f"parameter {name!r} was changed outside of the optimizer; its "
-                "master follows it. Later changes are adopted without a warning",
-                stacklevel=4,
+            warn_user(
+                f"parameter {name!r} was changed outside of the optimizer; its master follows it, "
+                "and its other states stay: optimizer.reset_state([parameter]) resets them. Later "
+                "changes are adopted without a warning"
             )

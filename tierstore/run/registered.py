@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing_extensions import TypeIs
 from tierstore.run import tagged_json
 from tierstore.run.manifest import Manifest
 from tierstore.run.random_state import RandomState
+from tierstore.user_warnings import warn_user
 
 logger = logging.getLogger("tierstore")
 
@@ -173,16 +173,14 @@ class Registered:
                 f"store.register({_dropping(left)}) to leave out its state"
             )
         if left:
-            warnings.warn(
+            warn_user(
                 f"the checkpoint has {_listed(left)}, but no object of that name is registered: "
-                f"register it before restore(), or call store.register({_dropping(left)})",
-                stacklevel=2,
+                f"register it before restore(), or call store.register({_dropping(left)})"
             )
         if absent := [name for name in self._objects if name not in has]:
-            warnings.warn(
+            warn_user(
                 f"step {committed.step} was committed without {_listed(absent)}, which keeps its "
-                "current state",
-                stacklevel=2,
+                "current state: set its state before the next step() if it must continue from there"
             )
 
     def load(self, committed: CommittedStep) -> None:

@@ -44,6 +44,20 @@ class Usability:
         """True if this process is a child of the process that opened the store."""
         return self._pid != os.getpid()
 
+    @property
+    def remarks(self) -> list[str]:
+        """What a user should know of the condition, in words; empty if every call works."""
+        remarks = ["opened by another process"] if self.is_forked else []
+        if self.closed:
+            return [*remarks, "closed"]
+        if self.failure is not None:
+            remarks.append(f"failed: {type(self.failure).__name__}")
+        if self.sweeping:
+            remarks.append("in a step")
+        if self.awaits_restore:
+            remarks.append("needs restore()")
+        return remarks
+
     def fail(self, error: BaseException) -> None:
         """From now on refuse all calls except restore() and close(), and fail the other ranks."""
         if self.has_directory:
