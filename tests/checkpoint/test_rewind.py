@@ -380,7 +380,7 @@ def test_damage_of_the_run_that_was_left_is_not_raised(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint(tmp_path: Path) -> None:
     toy, _ = spiked(tmp_path)
-    with unchanged(tmp_path), pytest.raises(ValueError, match="pass checkpoint=, too"):
+    with unchanged(tmp_path), pytest.raises(ValueError, match="also pass checkpoint="):
         toy.store.restore(rewind=True)
     toy.assert_at(5)
     toy.store.close()
@@ -609,5 +609,5 @@ def test_muon_without_a_checkpoint(tmp_path: Path) -> None:
     parameters = training.make_parameters()
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon(training.make_groups(parameters), store=store)
-        with pytest.raises(ValueError, match="pass checkpoint=, too"):
+        with pytest.raises(ValueError, match="also pass checkpoint="):
             optimizer.restore(rewind=True)

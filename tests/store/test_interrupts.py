@@ -131,7 +131,7 @@ def test_an_interrupt_when_a_commit_begins(
         patch.setattr(Threads, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             toy.store.commit()
-    with pytest.raises(tierstore.StoreFailedError, match="never made"):
+    with pytest.raises(tierstore.StoreFailedError, match="was not made"):
         {
             "step": toy.step,
             "commit": toy.store.commit,

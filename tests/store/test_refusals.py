@@ -136,10 +136,10 @@ def test_options_of_torch_that_are_off_are_accepted() -> None:
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_names_must_be_unique(algorithm: str) -> None:
     twice = [("good", weight(2, 2)), ("good", weight(2, 2))]
-    with pytest.raises(ValueError, match="'good' is there twice"):
+    with pytest.raises(ValueError, match="'good' occurs twice"):
         muon.Muon([{"params": twice, "algorithm": algorithm}])
     group = {"params": [("new", weight(2, 2)), ("good", weight(2, 2))], "algorithm": algorithm}
-    assert_add_is_refused(group, "'good' is there twice")
+    assert_add_is_refused(group, "'good' occurs twice")
 
 
 def test_parameter_in_two_groups() -> None:

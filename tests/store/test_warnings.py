@@ -186,7 +186,7 @@ KINDS: list[tuple[Callable[[Path], None], str]] = [
     (slow_bfloat16, 'pass ns_dtype="auto"'),
     (other_values, r"restore\(keep_hyperparameters=True\)"),
     (other_rates, r"store\.register\(scheduler=scheduler\)"),
-    (registered_since, r"'more', which stays .* before the next step\(\)"),
+    (registered_since, r"'more', which keeps .* before the next step\(\)"),
     (not_taken, r"call store\.register\(more=None\)"),
     (changed_before_close, r"Call synchronize\(\) right after the last step\(\)"),
     (changed_before_the_end_of_a_block, r"Call synchronize\(\) right after the last step\(\)"),

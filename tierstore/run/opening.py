@@ -49,7 +49,7 @@ def lock(storage: Storage) -> None:
     except RunLockedError:
         if any(_same_directory(storage, other) for other in _storages_in_use):
             raise RunLockedError(
-                f"{storage.location} is open in this process already: close the store that has it, "
+                f"{storage.location} is open in this process already: call close() of that store, "
                 "or use that store"
             ) from None
         storage.lock(LOCK_TIMEOUT_S)
