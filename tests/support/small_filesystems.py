@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _MIB = 2**20
@@ -51,7 +51,13 @@ class SmallFilesystem:
         point.mkdir(exist_ok=True)
         self._device = _call("losetup", "--find", "--show", str(image)).strip()
         self._mounted = False
+        self._undone = ExitStack()
+        self._undone.callback(_call, "losetup", "--detach", self._device)
         try:
+            # Else a mount namespace, which another test makes, keeps the filesystem in use.
+            _call("mount", "--bind", str(point), str(point))
+            self._undone.callback(_call, "umount", "--lazy", str(point))
+            _call("mount", "--make-shared", str(point))
             self.mount()
         except BaseException:
             self.end()
@@ -73,7 +79,7 @@ class SmallFilesystem:
         if self._mounted:
             _call("umount", "--lazy", str(self.point))
             self._mounted = False
-        _call("losetup", "--detach", self._device)
+        self._undone.close()
 
     def repair(self) -> None:
         """Unmount it, have errors mended, and mount it again."""

@@ -6,6 +6,7 @@ They are mounted from loop devices, which needs root.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -246,6 +247,19 @@ def test_few_inodes_at_all_calls(engine: str, tmp_path: Path) -> None:
 def test_read_only_at_all_calls(engine: str, tmp_path: Path) -> None:
     require("ext4")
     make_read_only_at_calls(tmp_path, engine, range(1 + 17 * ENGINES.index(engine), CALLS, 51))
+
+
+def test_a_mount_namespace_does_not_keep_a_filesystem_in_use(tmp_path: Path) -> None:
+    """``ip netns exec`` makes such a namespace, for the nodes of other tests."""
+    require("ext4")
+    program = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", "echo; read line"]
+    with small_filesystem("ext4", tmp_path, "disk") as disk:
+        with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as namespace:
+            assert namespace.stdout is not None
+            namespace.stdout.readline()
+            disk.repair()
+            namespace.communicate(b"\n")
+        assert namespace.returncode == 0
 
 
 @pytest.mark.long
