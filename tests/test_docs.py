@@ -19,6 +19,13 @@ from tierstore.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FOLDERS = ("tierstore", "muon", "native", "bench", "examples", "tests")
+SOURCES = sorted(
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".cpp", ".hpp")
+)
 # Modules that pages name ahead of their coming.
 TO_COME: set[str] = set()
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -229,16 +236,44 @@ def test_python_examples_use_names_that_exist() -> None:
 
 
 def test_paths_of_docs_in_the_code_exist() -> None:
-    folders = ("tierstore", "muon", "native", "bench", "examples", "tests")
-    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.[pch]*")]
     missing = [
         f"{path.relative_to(ROOT)}: {name}"
-        for path in sources
-        if path.suffix in (".py", ".cpp", ".hpp")
+        for path in SOURCES
         for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())
         if not (ROOT / name).is_file()
     ]
     assert missing == []
+
+
+# Phrases that make a reader look back -> their number in sources and docs of zarr-python 3.4.2.
+ZARR_LINES = 52_802
+PHRASES = {
+    r"\b(that|those) of\b": 4,
+    r"\bof which\b": 7,
+    r"\b(is|are) no\b": 25,
+    r"[^\x22][,] too\b": 0,
+}
+
+
+def phrase_hits(phrase: str, text: str) -> list[int]:
+    """Return the lines on which a phrase begins, also where a line ends within it."""
+    pattern = phrase.replace(" ", r"""(?:[\s#/"]|f")+""")
+    hits = re.finditer(pattern, text, re.IGNORECASE)
+    return [text.count("\n", 0, hit.start()) + 1 for hit in hits]
+
+
+def test_phrase_rule_sees() -> None:
+    text = 'Those\nof\n# of\n# which is\n  f"no x,\nToo "x", "too"'
+    assert [phrase_hits(phrase, text) for phrase in PHRASES] == [[1], [3], [4], [5]]
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_phrases_are_rare(phrase: str) -> None:
+    """Repeat the noun; "whose" or two sentences; "not a"; "also"."""
+    texts = {path.relative_to(ROOT): path.read_text() for path in [*PAGES, *SOURCES]}
+    hits = [f"{name}:{line}" for name, text in texts.items() for line in phrase_hits(phrase, text)]
+    most = PHRASES[phrase] * sum(map(len, map(str.splitlines, texts.values()))) // ZARR_LINES
+    assert len(hits) <= most, f"{len(hits)} hits, at most {most}: {' '.join(hits)}"
 
 
 @pytest.mark.long
