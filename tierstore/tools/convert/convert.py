@@ -137,7 +137,7 @@ def convert(
     _check_choice("only", only, ("model",))
     _check_choice("momentum_convention", momentum_convention, ("average", "heavy-ball"))
     if shard_size is not None and (to != "safetensors" or parse_bytes(shard_size) < 1):
-        raise CheckpointError(f"shard_size must be 1 or more, for safetensors: got {shard_size}")
+        raise CheckpointError(f"shard_size must be at least 1, for safetensors: got {shard_size}")
     if bare_keys and to != "dcp":
         raise CheckpointError(f"bare_keys is for dcp, got {to!r}")
     if not source_paths:
