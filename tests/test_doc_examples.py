@@ -175,6 +175,14 @@ def of_convert() -> Names:
     return {**names, "Path": Path, "DST": "universal"}
 
 
+def of_everyday() -> Names:
+    """The model of a notebook and its data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    groups = muon.param_groups(model, lr=0.02)
+    return {**usual(), "model": model, "groups": groups, "data": torch.randn(64, 32)}
+
+
 def of_ranks() -> Names:
     model = model_of()
     model.blocks = nn.ModuleList([model.hidden])
@@ -225,6 +233,9 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/checkpoints.md": of_checkpoints,
     "docs/guide/commands.md": lambda: committed(usual()),
     "docs/guide/convert.md": of_convert,
+    "docs/guide/everyday.md-1": lambda: with_optimizer(of_everyday()),
+    "docs/guide/everyday.md-3": lambda: committed(usual()),
+    "docs/guide/everyday.md-4": of_everyday,
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
     "docs/guide/getting-started.md": of_getting_started,
     "docs/guide/getting-started.md-1": of_freezing,
