@@ -40,6 +40,7 @@ OF_PEERS = {
     "docs/guide/torchtitan.md": 1,
 }
 DEEPSPEED = ("docs/guide/deepspeed.md", 1)  # The block that starts DeepSpeed.
+LORA = ("docs/guide/everyday.md", 5)  # tests/peers/test_lora.py runs it.
 
 
 def model_of() -> nn.Module:
@@ -182,6 +183,14 @@ def of_deepspeed() -> Names:
     }
 
 
+def of_everyday() -> Names:
+    """The model of a notebook and its data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    groups = muon.param_groups(model, lr=0.02)
+    return {**usual(), "model": model, "groups": groups, "data": torch.randn(64, 32)}
+
+
 def of_ranks() -> Names:
     model = model_of()
     model.blocks = nn.ModuleList([model.hidden])
@@ -226,7 +235,13 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/checkpoints.md": of_checkpoints,
     "docs/reference/commands.md": lambda: committed(usual()),
     "docs/guide/convert.md": of_convert,
+<<<<<<< HEAD
     "docs/guide/deepspeed.md": of_deepspeed,
+=======
+    "docs/guide/everyday.md-1": lambda: with_optimizer(of_everyday()),
+    "docs/guide/everyday.md-3": lambda: committed(usual()),
+    "docs/guide/everyday.md-4": of_everyday,
+>>>>>>> everyday
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
     "docs/guide/muon.md": of_muon,
     "docs/guide/optimizers.md-1": of_optimizers,
@@ -261,7 +276,7 @@ def examples() -> Iterator[Any]:
             yield pytest.param(name, "\n".join(blocks), id=name)
         else:
             for number, block in enumerate(blocks):
-                if (name, number) != DEEPSPEED:
+                if (name, number) not in (DEEPSPEED, LORA):
                     yield pytest.param(f"{name}-{number}", block, id=f"{name}-{number}")
 
 

@@ -119,7 +119,7 @@ def map_complaints(text: str) -> list[str]:
 
 
 # Libraries that `make test-peers` has; examples with them are run there.
-NOT_INSTALLED = ("accelerate", "lightning", "torchtitan", "transformers")
+NOT_INSTALLED = ("accelerate", "lightning", "peft", "torchtitan", "transformers", "trl")
 
 
 def python_complaints(source: str) -> list[str]:

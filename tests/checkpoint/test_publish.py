@@ -330,7 +330,7 @@ def test_published_again_under_the_same_name(tmp_path: Path) -> None:
     toy = trained_toy(tmp_path)
     toy.store.checkpoint(tmp_path / "folder/checkpoint")
     toy.step()
-    with pytest.raises(tierstore.CheckpointError, match="there already"):
+    with pytest.raises(tierstore.CheckpointError, match="already exists"):
         toy.store.checkpoint(tmp_path / "folder/checkpoint")
     assert_holds_toy(tmp_path / "folder/checkpoint", 1)
     assert_nothing_left(tmp_path / "run", tmp_path / "folder", ["checkpoint"])

@@ -11,7 +11,7 @@ from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_
 
 PACKAGES = (
     *("accelerate", "deepspeed", "diffusers", "lightning", "torch_checkpointing", "torchtitan"),
-    *("transformers", "trl"),
+    *("peft", "transformers", "trl"),
 )
 
 

@@ -118,7 +118,7 @@ def test_a_second_store_in_the_same_process_is_refused_at_once(
     (tmp_path / "link").symlink_to("run")
     started = time.monotonic()
     for name in ("run", "link"):
-        with pytest.raises(tierstore.RunLockedError, match=r"in this process already.*close\(\)"):
+        with pytest.raises(tierstore.RunLockedError, match=r"already: run store\.close\(\)"):
             Toy(tmp_path / name, **options)
     assert time.monotonic() - started < 15  # Long before the timeout.
     toy.step()

@@ -49,8 +49,9 @@ def lock(storage: Storage) -> None:
     except RunLockedError:
         if any(_same_directory(storage, other) for other in _storages_in_use):
             raise RunLockedError(
-                f"{storage.location} is open in this process already: call close() of that store, "
-                "or use that store"
+                f"{storage.location} is open in this process already: run store.close() on the "
+                "open store first (in a notebook, at the top of the cell), or continue with that "
+                "store"
             ) from None
         storage.lock(LOCK_TIMEOUT_S)
 
