@@ -235,13 +235,10 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/checkpoints.md": of_checkpoints,
     "docs/reference/commands.md": lambda: committed(usual()),
     "docs/guide/convert.md": of_convert,
-<<<<<<< HEAD
     "docs/guide/deepspeed.md": of_deepspeed,
-=======
     "docs/guide/everyday.md-1": lambda: with_optimizer(of_everyday()),
     "docs/guide/everyday.md-3": lambda: committed(usual()),
     "docs/guide/everyday.md-4": of_everyday,
->>>>>>> everyday
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
     "docs/guide/muon.md": of_muon,
     "docs/guide/optimizers.md-1": of_optimizers,

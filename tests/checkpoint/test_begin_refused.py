@@ -132,7 +132,7 @@ def another_parameter(directory: Path) -> Toy:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_shapes, r"'model.first' of shape \[5, 7\], here it is \[5, 8\]"),
+        (other_shapes, r"'model.first' of shape \[5, 7\], but here it is \[5, 8\]"),
         (missing_states, r"no tensor 'optimizer\.state\.third\.momentum'"),
         (another_parameter, r"no tensor .*fourth"),
     ],

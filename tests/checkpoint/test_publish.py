@@ -390,7 +390,7 @@ def test_another_model(tmp_path: Path) -> None:
     ours.store.synchronize()
     with (
         unchanged(tmp_path / "run"),
-        pytest.raises(tierstore.CheckpointError, match=r"'hidden\.weight'.*not in the model"),
+        pytest.raises(tierstore.CheckpointError, match=r"'hidden\.weight'.*not in the given model"),
     ):
         ours.store.checkpoint(tmp_path / "folder/checkpoint", model=make_model("layers", 0))
     assert names_in(tmp_path / "folder") == []

@@ -178,7 +178,7 @@ def test_commits_that_do_not_belong_together(root: Path, pool: RankPool, tmp_pat
         )
     before = needed(run)
     job = job_of(tmp_path, "copies", store=RESUMED)
-    with pytest.raises(tierstore.CorruptionError, match="rank 1 has other hyperparameters"):
+    with pytest.raises(tierstore.CorruptionError, match="rank 1 has different hyperparameters"):
         checkpoints.work(job)
     assert needed(run) == before
 

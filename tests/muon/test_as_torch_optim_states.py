@@ -396,7 +396,8 @@ def test_a_copy_has_all_public_attributes(
     public = {name for name in vars(twins.ours) if not name.startswith("_")}
     assert {name for name in vars(copied) if not name.startswith("_")} == public
     assert copied.defaults == twins.ours.defaults
-    assert repr(copied) == repr(twins.ours)
+    # The store of a copy counts its own steps.
+    assert repr(copied) == repr(twins.ours).replace(f"step {steps}", "step 0")
     is_as_before(copied, twins.ours.state_dict())
     other = Twins(copied, twins.stock)
     other.step(2)

@@ -132,7 +132,10 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
     ("grad", "text"),
     [
         (3.0, "is of type float, expected a tensor or None"),
-        (torch.ones(4, 4), "is float32 [4, 4] on cpu, the parameter is float32 [24, 16] on cpu"),
+        (
+            torch.ones(4, 4),
+            "is float32 [4, 4] on cpu, but the parameter is float32 [24, 16]",
+        ),
         (torch.ones(SHAPE, dtype=torch.int64), "is int64 [24, 16] on cpu"),
         (torch.ones(SHAPE, device="meta"), "is float32 [24, 16] on meta"),
         (torch.ones(SHAPE).to_sparse(), "is sparse"),

@@ -222,7 +222,7 @@ def test_a_run_resumes_with_its_matrices(tmp_path: Path) -> None:
         ((8, 6), (("split", 0, (4, 3)),), r"a split into \[4, 3\] does not fit the 8 indices"),
         ((8, 6), (("split", 0, (8, 0)),), "does not fit the 8 indices of dimension 0"),
         ((8, 6), (("blocks", 0, 3),), "blocks of 3 do not fit the 8 indices of dimension 0"),
-        ((8, 6), (("blocks", 2, 3),), "'blocks' is of dimension 2, and the parameter has 2"),
+        ((8, 6), (("blocks", 2, 3),), "'blocks' is of dimension 2, but the parameter has 2"),
         ((8, 6), (("interleaved", 0, 3),), "3 interleaved matrices do not fit the 8 indices"),
         (
             (8, 6),

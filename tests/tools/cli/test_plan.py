@@ -236,7 +236,7 @@ def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> Non
         ("momentum_dtype=int4", "momentum_dtype must be one of None, torch.int8, torch.bfloat16,"),
         ("ns_batched=1", "ns_batched must be True or False, got '1'"),
         ("master=none ", "master must be one of None, 'remainder', '24bit', got 'none '"),
-        ("lr=0.1", "option 'lr' changes no plan, expected are master, ns_dtype,"),
+        ("lr=0.1", "option 'lr' does not affect a plan, expected master, ns_dtype,"),
         ("gather_memory=1x", "1x"),
     ],
 )

@@ -317,7 +317,7 @@ def test_another_conversion_to_the_same_destination_is_left_alone(
     ("arguments", "expected"),
     [
         ((), "Missing argument"),
-        (("SRC", "--to", "dcp"), "name a source and a destination"),
+        (("SRC", "--to", "dcp"), "Missing argument 'SOURCE...'"),
         (("SRC", "out"), "Missing option"),
         (("SRC", "out", "--to", "zip"), "the format to write must be one of"),
         (("SRC", "out", "--to", "dcp", "--from", "zip"), "the format to read must be one of"),

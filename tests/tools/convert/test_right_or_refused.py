@@ -253,7 +253,7 @@ def test_shards_of_dcp_in_safetensors(tmp_path: Path) -> None:
     ("name", "match"),
     [
         ("zero_pp_rank_0_mp_rank_00optim_states.pt", "names of DeepSpeed before 0.6"),
-        ("mp_rank_00_model_states.pt", r"ZeRO stage 0.*name the file mp_rank_00_model_states\.pt"),
+        ("mp_rank_00_model_states.pt", r"ZeRO stage 0.*Name the file mp_rank_00_model_states\.pt"),
     ],
 )
 def test_files_of_deepspeed_that_are_not_read(name: str, match: str, tmp_path: Path) -> None:

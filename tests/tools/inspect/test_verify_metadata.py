@@ -64,7 +64,7 @@ CHANGES: dict[str, tuple[Callable[[Metadata], None], str]] = {
             m.state_dict_metadata["weight"].properties,  # type: ignore[union-attr]
             *("dtype", torch.int32),
         ),
-        "holds a tensor of torch.float32 [4, 3], .metadata says torch.int32 [4, 3]",
+        "holds a tensor of torch.float32 [4, 3], but .metadata says torch.int32 [4, 3]",
     ),
     "an object in place of a tensor": (
         lambda m: vars(entry_of(m, "weight")).update(vars(entry_of(m, "object.lr"))),
