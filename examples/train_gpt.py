@@ -118,7 +118,7 @@ def main(
     directory: Annotated[Path, typer.Option(help="Where the pages live.")] = Path("runs/train-gpt"),
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last commit.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an old run.")] = False,
-    steps: Annotated[int, typer.Option(min=1)] = 260,
+    steps: Annotated[int, typer.Option(min=1)] = 180,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     width: Annotated[int, typer.Option(min=HEAD_DIM, help=f"A multiple of {HEAD_DIM}.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = 8,
