@@ -23,7 +23,8 @@ def test_inspect_a_run(run: Path) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == f"{run}: run, step 3"
-    assert re.fullmatch(r"committed [\d.]+ (s|min|hours) ago(, at [\d.e+]+[kM]? steps per hour)?", lines[1])
+    pace = r"(, at [\d.e+]+[kM]? steps per hour)?"
+    assert re.fullmatch(rf"committed [\d.]+ (s|min|hours) ago{pace}", lines[1])
     assert re.fullmatch(r"run [0-9a-f]{32}, attempt [0-9a-f]{16}", lines[2])
     assert lines[3] == "1 rank, 3 pages of about 256.0 MiB"
     assert "group 2: lr=0.25" in lines
