@@ -1,6 +1,6 @@
 """Update rules on states in fewer bytes as kernels of Triton: decode, step and encode in one pass.
 
-The bits are those from ``muon.kernels.plain`` between ``read()`` and ``write()`` of the states. A
+Results have the bits of ``muon.kernels.plain`` between ``read()`` and ``write()`` of the states. A
 program steps some rows and up to 256 columns of a chunk: one scale of a row of an 8-bit state.
 """
 

@@ -410,7 +410,7 @@ def test_tensors_need_not_be_parameters_of_a_module(case: StockCase) -> None:
 
 
 def test_an_optimizer_prints_as_one_line(case: StockCase) -> None:
-    """Unlike those of torch, which print each key of each group in a line."""
+    """An optimizer of torch prints each key of each group in a line."""
     optimizer = case.ours([{"params": [parameter(1, 3, 4)]}, {"params": [parameter(2, 3, 4)]}])
     rule = optimizer.param_groups[0]["algorithm"]
     text = f"Muon(2 parameters in 2 groups: 2 {rule}; TierStore("

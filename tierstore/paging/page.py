@@ -40,7 +40,7 @@ _Started = tuple[PageEntry, list[Transfer]]
 
 
 class Content(enum.Enum):
-    """Where the newest content of a page is."""
+    """Place of the newest content of a page."""
 
     FRESH = enum.auto()
     """Nowhere yet. The first read makes it, from zeros and the parameters."""

@@ -160,7 +160,7 @@ def _fold(text: str, width: int) -> list[str]:
 def progress(*passes: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar on stderr for one pass after the other, if stderr is a terminal.
 
-    The rate and the time left are those of the whole pass so far: disks and caches work in bursts.
+    Rate and time left are means of the whole pass so far: disks and caches work in bursts.
 
     Args:
         passes: the operations on the bytes in their order, for example "check". The first ones may
