@@ -17,6 +17,7 @@ import pytest
 import tierstore
 from tests.support import killed_processes
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.held import Held
 from tests.support.published import (
     assert_holds_toy,
     assert_nothing_left,
@@ -564,14 +565,16 @@ def test_the_descriptor_of_the_folder_is_closed_at_the_end(fault: str, tmp_path:
 
 
 def test_a_refused_checkpoint_leaves_no_descriptor(tmp_path: Path) -> None:
-    here = Elsewhere(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    here = Elsewhere(tmp_path, open_gate=True)
+    here.store.checkpoint(here.folder / "first")  # Starts the thread that verifies.
+    verified(here.store)
+    before = Held()
     errors = []  # Their tracebacks keep what is half made.
     for name in (here.run, here.folder / "rank-", tmp_path / "run" / RANK / "lock" / "below"):
         with pytest.raises(tierstore.CheckpointError) as caught:
             here.store.checkpoint(name)
         errors.append(caught)
-        assert len(os.listdir("/proc/self/fd")) <= before
+        before.assert_nothing_new()
     here.store.close()
 
 

@@ -25,6 +25,7 @@ import tierstore
 from tests.support import kernel, killed_processes
 from tests.support.commands import call
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.held import Held
 from tests.support.originals import committed_pages, flip
 from tests.support.published import ROOT, assert_holds_toy, names_in, pages_of
 from tests.support.thread_ranks import ThreadJob
@@ -369,10 +370,10 @@ def test_verification_leaves_no_descriptor_open(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     publish_steps(toy, tmp_path / "folder", "a")
     verified(toy.store)
-    before = os.listdir("/proc/self/fd")
+    before = Held()
     publish_steps(toy, tmp_path / "folder", "b", "c")
     verified(toy.store)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    before.assert_nothing_new()
     toy.store.close()
 
 
@@ -545,10 +546,6 @@ def test_what_close_finds_is_raised_after_everything_was_released(tmp_path: Path
 # --------------------------------------------------------------------- threads and memory
 
 
-def verifying_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if "tierstore-verify" in thread.name}
-
-
 @contextlib.contextmanager
 def telling_when_cancelled() -> Iterator[threading.Event]:
     """Set the event when a verification of a store that is opened here is cancelled."""
@@ -566,7 +563,7 @@ def telling_when_cancelled() -> Iterator[threading.Event]:
 def test_leaving_by_an_exception_stops_verification(
     error: type[BaseException], tmp_path: Path
 ) -> None:
-    before = verifying_threads()
+    before = Held()
     begun = threading.Event()
     reads = []
 
@@ -589,7 +586,7 @@ def test_leaving_by_an_exception_stops_verification(
     assert len(reads) == 1
     assert len(pages_of(tmp_path / "folder/a")) > 1
     assert marked_ones(tmp_path / "folder") == set()
-    assert verifying_threads() == before
+    before.assert_nothing_new()
     assert_holds_toy(tmp_path / "folder/a", 1)
 
 

@@ -16,6 +16,7 @@ import pytest
 import muon
 import tierstore
 from tests.support import training
+from tests.support.held import Held
 from tests.support.originals import flip
 from tests.support.published import names_in
 from tests.support.striped_runs import MODEL, PAGES, known_bandwidths, made, numbers, resumed, toy
@@ -368,11 +369,11 @@ def test_full_or_read_only_is_told_by_name(
         allocate(fd, *range_)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    opened = len(os.listdir("/proc/self/fd"))
+    before = Held()
     expected = f"^{two[refusing]}.*{os.strerror(error)}"
     with pytest.raises(tierstore.RunDirectoryError, match=expected):
         toy(two)
-    assert len(os.listdir("/proc/self/fd")) == opened
+    before.assert_nothing_new()
     monkeypatch.undo()
     toy(two).store.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_suite import EngineStorageTests
+from tests.support.held import Held
 from tests.support.transfers import write_bytes
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage import aiofile
@@ -32,11 +33,10 @@ class TestAiofilesStorage(EngineStorageTests):
 
 def test_unusable_directory_leaves_no_thread(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before = Held()
     with pytest.raises(RunDirectoryError):
         AiofilesStorage(tmp_path / "file")
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == opened
+    before.assert_nothing_new()
 
 
 def test_unexpected_error_ends_the_transfer(
@@ -99,12 +99,11 @@ class TestEngine:
         assert engine.wait(ticket) == (errno.EBADF, 0)
 
     def test_closed_engine_takes_nothing_more(self) -> None:
-        threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        before = Held()
         engine = AiofilesEngine()
         engine.close()
         engine.close()
-        assert threading.active_count() == threads
-        assert len(os.listdir("/proc/self/fd")) == opened
+        before.assert_nothing_new()
         ticket = AiofilesTicket()
         with pytest.raises(RuntimeError, match="closed"):
             engine.submit_sync(ticket, [])

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.blocked_write import BlockedWrite
+from tests.support.held import Held
 from tests.support.transfers import (
     aligned_buffer,
     create_with,
@@ -203,13 +203,13 @@ def test_links_are_not_followed(storage: Storage, tmp_path: Path) -> None:
 
 def test_transfers_close_their_descriptors(storage: Storage) -> None:
     create_with(storage, "page", bytes(SECTOR_BYTES))
-    opened = len(os.listdir("/proc/self/fd"))
+    before = Held()
     for _ in range(20):
         read_bytes(storage, "page", 0, SECTOR_BYTES)
         with pytest.raises(StorageError):
             read_bytes(storage, "page", SECTOR_BYTES, SECTOR_BYTES)
         storage.flush(["page"])
-    assert len(os.listdir("/proc/self/fd")) <= opened
+    before.assert_nothing_new()
 
 
 def test_forked_child_abandons_transfers_in_flight(storage: Storage) -> None:
@@ -270,7 +270,7 @@ def test_interrupted_close_keeps_the_lock_until_transfers_have_ended(
 
 def test_storage_dropped_unclosed_releases_everything(tmp_path: Path, engine: str) -> None:
     content = random_bytes(4096 * SECTOR_BYTES)
-    threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before = Held()
     storage = open_storage(tmp_path, engine)
     storage.lock(0)
     storage.create("page", len(content))
@@ -278,8 +278,7 @@ def test_storage_dropped_unclosed_releases_everything(tmp_path: Path, engine: st
     del storage
     gc.collect()
     assert (tmp_path / "page").read_bytes() == content
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == opened
+    before.assert_nothing_new()
     with closing(open_storage(tmp_path, engine)) as storage:
         storage.lock(0)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.engine_suite import DirectStorageTests
+from tests.support.held import Held
 from tests.support.transfers import (
     aligned_buffer,
     create_with,
@@ -220,19 +221,18 @@ class TestEngine:
         engine.close()
 
     def test_closed_engine_takes_nothing_more(self) -> None:
-        threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        before = Held()
         engine = LibaioEngine(2, SECTOR_BYTES)
         engine.close()
         engine.close()
-        assert threading.active_count() == threads
-        assert len(os.listdir("/proc/self/fd")) == opened
+        before.assert_nothing_new()
         ticket = LibaioTicket()
         with pytest.raises(RuntimeError, match="closed"):
             engine.submit_sync(ticket, [])
         assert engine.wait(ticket) == (errno.ECANCELED, 0)
 
     def test_descriptors_exhausted_is_an_os_error(self) -> None:
-        threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        before = Held()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
@@ -241,8 +241,7 @@ class TestEngine:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert caught.value.errno == errno.EMFILE
-        assert threading.active_count() == threads
-        assert len(os.listdir("/proc/self/fd")) == opened
+        before.assert_nothing_new()
 
     def test_forked_child_drops_the_engine_without_output(
         self, capfd: pytest.CaptureFixture[str]

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.support.held import Held
 from tierstore.errors import RunDirectoryError
 from tierstore.storage import open_storage
 from tierstore.units import SECTOR_BYTES
@@ -164,10 +164,10 @@ def test_auto_falls_back_where_the_kernel_forbids_both(
 
     monkeypatch.setattr(uring, "UringEngine", raising(errno.EPERM))
     monkeypatch.setattr(AIOContext, "__init__", raising(error))
-    threads = threading.active_count()
+    before = Held()
     with closing(open_storage(tmp_path, "auto")) as storage:
         assert storage.engine == "aiofiles"
-    assert threading.active_count() == threads
+    before.assert_nothing_new()
     assert f"the kernel refuses libaio: {os.strerror(error)}" in caplog.text
     # EAGAIN: all contexts that the system allows are in use. The limit can be raised.
     assert ("aio-max-nr" in caplog.text) == (error == errno.EAGAIN)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.held import Held
 from tierstore.errors import ThreadError
 from tierstore.storage.aiofile import AiofilesEngine, AiofilesTicket
 from tierstore.units import SECTOR_BYTES
@@ -53,10 +54,6 @@ def new_ticket(kind: tuple[Any, Any]) -> Any:
 def engine(new_engine: Any) -> Iterator[Any]:
     with closing(new_engine()) as engine:
         yield engine
-
-
-def resources() -> tuple[int, int]:
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def test_sync_reports_the_first_descriptor_that_failed(
@@ -111,7 +108,7 @@ def test_an_unexpected_error_ends_a_sync(
 def test_an_engine_without_threads_is_refused_and_leaves_nothing(
     new_engine: Any, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, before, begun = threading.Thread.start, resources(), []
+    start, before, begun = threading.Thread.start, Held(), []
 
     def limited(thread: threading.Thread) -> None:
         if len(begun) == started:
@@ -123,16 +120,14 @@ def test_an_engine_without_threads_is_refused_and_leaves_nothing(
         patch.setattr(threading.Thread, "start", limited)
         with pytest.raises(ThreadError, match="ulimit -u"):
             new_engine()
-    for thread in begun:
-        thread.join()
-    assert resources() == before
+    before.assert_nothing_new()
 
 
 @pytest.mark.parametrize("started", [0, 1, 8])
 def test_an_interrupt_as_threads_start_leaves_nothing(
     new_engine: Any, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, before, begun = threading.Thread.start, resources(), []
+    start, before, begun = threading.Thread.start, Held(), []
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)  # The thread runs when the interrupt comes.
@@ -144,9 +139,7 @@ def test_an_interrupt_as_threads_start_leaves_nothing(
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             new_engine()
-    for thread in begun:
-        thread.join()
-    assert resources() == before
+    before.assert_nothing_new()
 
 
 def test_closing_waits_for_a_sync(
@@ -159,7 +152,7 @@ def test_closing_waits_for_a_sync(
         go_on.wait(60)
 
     monkeypatch.setattr(os, "fdatasync", sync)
-    before, engine, ticket = resources(), new_engine(), new_ticket()
+    before, engine, ticket = Held(), new_engine(), new_ticket()
     engine.submit_sync(ticket, [_NO_FD])
     assert begun.wait(60)
     closing_thread = threading.Thread(target=engine.close)
@@ -169,4 +162,4 @@ def test_closing_waits_for_a_sync(
     closing_thread.join()
     assert ticket.ended
     assert engine.wait(ticket) == (0, 0)
-    assert resources() == before
+    before.assert_nothing_new()

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.blocked_write import BlockedWrite
 from tests.support.engine_suite import DirectStorageTests
+from tests.support.held import Held
 from tests.support.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.storage.base import Storage
 from tierstore.units import SECTOR_BYTES, Extent
@@ -254,7 +255,7 @@ class TestEngine:
 
     def test_descriptors_exhausted_is_an_os_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        opened = len(os.listdir("/proc/self/fd"))
+        before = Held()
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             with pytest.raises(OSError) as caught:
@@ -262,7 +263,7 @@ class TestEngine:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert caught.value.errno == errno.EMFILE
-        assert len(os.listdir("/proc/self/fd")) == opened
+        before.assert_nothing_new()
 
     def test_thread_of_the_ring_never_takes_the_gil(self) -> None:
         script = [sys.executable, "-c", TRANSFER_WITHOUT_THE_GIL]

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tierstore
 import tierstore.run.opening
 from tests.support import killed_processes, training
+from tests.support.held import Held
 from tests.support.toy import RANK, Spec, Toy, open_muon, resumed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,12 +392,6 @@ def test_a_directory_that_may_not_be_entered_is_refused(name: str, tmp_path: Pat
 # -------------------------------------------------------------------------- leaving things
 
 
-def held() -> tuple[list[str], int, int]:
-    """File descriptors, threads of Python, and all threads: the native engine has its own."""
-    threads = len(os.listdir("/proc/self/task"))
-    return sorted(os.listdir("/proc/self/fd")), threading.active_count(), threads
-
-
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_a_closed_store_leaves_no_thread_and_no_descriptor(engine: str, tmp_path: Path) -> None:
     def cycle(number: int) -> None:
@@ -408,11 +402,12 @@ def test_a_closed_store_leaves_no_thread_and_no_descriptor(engine: str, tmp_path
         toy.store.close()
 
     cycle(0)  # Allocates everything that is made once per process.
-    descriptors, python_threads, all_threads = held()
+    before, all_threads = Held(), len(os.listdir("/proc/self/task"))
     for number in range(20):
         cycle(number)
-    assert held()[:2] == (descriptors, python_threads)
-    assert held()[2] < all_threads + 5  # The last threads may still be ending.
+    before.assert_nothing_new()
+    # The native engine has its own threads. The last ones may still be ending.
+    assert len(os.listdir("/proc/self/task")) < all_threads + 5
     assert len(list((tmp_path / RANK).glob("commit-*"))) == 2
     resumed(tmp_path, 21).store.close()
 

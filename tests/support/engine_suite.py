@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.held import Held
 from tests.support.storage_tests import FileStorageTests
 from tests.support.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.errors import StorageError
@@ -54,13 +55,13 @@ class EngineStorageTests(FileStorageTests):
         monkeypatch.setattr(module, name, InterruptedEngine)
         with closing(self.open_storage(tmp_path)) as storage:
             storage.create("page", len(content))
-            opened = len(os.listdir("/proc/self/fd"))
+            before = Held()
             with pytest.raises(KeyboardInterrupt):
                 storage.write("page", Extent(0, len(content)), aligned_buffer(content))
             storage.drain()
             found = (tmp_path / "page").read_bytes()
             assert found == (content if submitted else bytes(len(content)))
-            assert len(os.listdir("/proc/self/fd")) == opened
+            before.assert_nothing_new()
 
 
 class DirectStorageTests(EngineStorageTests):

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.held import Held
 from tests.support.transfers import (
     RawAccess,
     create_with,
@@ -256,10 +257,10 @@ class FileSharingTests(SharingTests):
         assert not stored.is_shared("page")
 
     def test_mappings_hold_no_descriptors(self, stored: Storage) -> None:
-        opened = len(os.listdir("/proc/self/fd"))
+        before = Held()
         memory = [stored.map("page") for _ in range(20)]
         memory += [stored.scratch(SECTOR_BYTES) for _ in range(20)]
-        assert len(os.listdir("/proc/self/fd")) <= opened
+        before.assert_nothing_new()
         assert bytes(memory[0]) == OLD
 
     def test_map_costs_no_memory_until_it_is_written_to(self, storage: Storage) -> None:
@@ -286,13 +287,13 @@ class FileSharingTests(SharingTests):
             del scratch
 
     def test_file_size_limit_is_an_error_of_scratch(self, storage: Storage) -> None:
-        opened = len(os.listdir("/proc/self/fd"))
+        before = Held()
         limit = resource_limit(resource.RLIMIT_FSIZE, 16 * SECTOR_BYTES)
         with limit, fails_with(errno.EFBIG) as caught:
             storage.scratch(64 * SECTOR_BYTES)
         assert caught.value.path == storage.location
         assert list(Path(storage.location).iterdir()) == []
-        assert len(os.listdir("/proc/self/fd")) == opened
+        before.assert_nothing_new()
         assert bytes(storage.scratch(64 * SECTOR_BYTES)) == bytes(64 * SECTOR_BYTES)
 
     @pytest.mark.parametrize("operation", ["map", "scratch"])

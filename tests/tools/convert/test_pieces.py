@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.held import Held
 from tierstore import BudgetError, CorruptionError
 from tierstore.pages import Chunk
 from tierstore.tools.convert.entries import Entry, flat_start, pieces
@@ -78,10 +78,10 @@ def test_stream_ends_with_the_first_error_and_leaves_no_thread() -> None:
         raise CorruptionError("the disk fails")
 
     bad = Entry(parameter="b", state="master", dtype=torch.float32, shape=(2,), read=fail)
-    before = threading.active_count()
+    before = Held()
     with pytest.raises(CorruptionError, match="the disk fails"):
         list(stream([entry("a", torch.ones(2)), bad, bad], MEMORY_MIN, ignore))
-    assert threading.active_count() == before
+    before.assert_nothing_new()
 
 
 def test_stream_ends_with_the_error_of_a_write_and_leaves_no_thread() -> None:
@@ -92,11 +92,11 @@ def test_stream_ends_with_the_error_of_a_write_and_leaves_no_thread() -> None:
         if piece.entry.parameter == "b":
             raise OSError("the disk is full")
 
-    before = threading.active_count()
+    before = Held()
     entries = [entry(name, torch.ones(2)) for name in "abcde" * 20]
     with pytest.raises(OSError, match="the disk is full"):
         list(stream(entries, MEMORY_MIN, fail))
-    assert threading.active_count() == before
+    before.assert_nothing_new()
     assert seen[:2] == ["a", "b"]
     assert len(seen) < len(entries)
 
@@ -110,11 +110,11 @@ def test_the_error_of_the_last_write_is_raised() -> None:
 
 
 def test_stream_that_is_left_early_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = Held()
     pieces_ = stream([entry("a", torch.ones(2))] * 100, MEMORY_MIN, ignore)
     next(pieces_)
     pieces_.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == before
+    before.assert_nothing_new()
 
 
 def test_too_little_memory_is_refused() -> None:
