@@ -224,8 +224,7 @@ class Pages:
             window=window,
             unread=gradients.unread,
         )
-        with sweep.run() as pages:
-            yield pages
+        yield from sweep.run()
         self._changes.note(sweep.changed, table.places.step)
         self._changes.warn(wait=False)  # Do not wait now: otherwise the next sweep warns.
         session.wear.look(table.all_pages, session.pager.files.bytes_written, session.seconds)

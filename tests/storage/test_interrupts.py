@@ -7,16 +7,15 @@ import gc
 import itertools
 import mmap
 import os
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.support.held import Held
+from tests.support.interrupts import InterruptedAfter
 from tierstore.errors import RunDirectoryError
 from tierstore.storage import Extent, Storage, open_storage
 from tierstore.units import SECTOR_BYTES
@@ -36,39 +35,6 @@ def new_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], 
     return lambda: kind(tmp_path)
 
 
-@contextmanager
-def interrupted_after(calls: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt where a signal would, after this number of calls of the storage.
-
-    Python looks for signals as it enters a function and when a C function has returned.
-    """
-    made = 0
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        nonlocal made
-        if event in ("call", "c_return") and "/tierstore/" in frame.f_code.co_filename:
-            made += 1
-            if made == calls:
-                raise KeyboardInterrupt
-
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def resources() -> tuple[set[threading.Thread], int]:
-    """Return the threads, and the number of descriptors. Those that other tests left may go."""
-    return set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-
-
-def assert_nothing_new(before: tuple[set[threading.Thread], int], calls: int) -> None:
-    threads, descriptors = resources()
-    assert threads <= before[0], f"after {calls} calls"
-    assert descriptors <= before[1], f"after {calls} calls"
-
-
 OPERATIONS: dict[str, Callable[[Storage, memoryview], None]] = {
     "read": lambda storage, memory: storage.read("page", Extent(0, len(memory)), memory).wait(),
     "write": lambda storage, memory: storage.write("page", Extent(0, len(memory)), memory).wait(),
@@ -84,17 +50,17 @@ def test_an_interrupted_transfer_loses_nothing(
     storage = new_storage()
     for name in ("page", "other"):
         storage.create(name, SECTOR_BYTES)
-    before = resources()
+    before = Held()
     for calls in itertools.count(1):
         mapping = mmap.mmap(-1, SECTOR_BYTES)
         interrupted = False
         try:
-            with interrupted_after(calls):
+            with InterruptedAfter(calls):
                 OPERATIONS[operation](storage, memoryview(mapping))
         except KeyboardInterrupt:
             interrupted = True
         storage.drain()
-        assert_nothing_new(before, calls)
+        before.assert_nothing_new(f"after {calls} calls")
         storage.register(memoryview(b""))
         mapping.close()  # Nothing has a view of it.
         if not interrupted:
@@ -105,18 +71,16 @@ def test_an_interrupted_transfer_loses_nothing(
 
 @pytest.mark.quick(1)
 def test_an_interrupted_opening_leaves_no_thread(new_storage: Callable[[], Storage]) -> None:
-    before = set(threading.enumerate())  # Other tests may have left some.
+    before = Held()
     for calls in itertools.count(1):
         storage = None
-        with suppress(KeyboardInterrupt), interrupted_after(calls):
+        with suppress(KeyboardInterrupt), InterruptedAfter(calls):
             storage = new_storage()
         if storage is not None:
             storage.close()
             break
         gc.collect()
-        for thread in set(threading.enumerate()) - before:
-            thread.join(10)
-        assert set(threading.enumerate()) <= before, f"after {calls} calls"
+        before.assert_nothing_new(f"after {calls} calls")
     assert calls > 5
 
 
@@ -124,7 +88,7 @@ def test_an_interrupted_opening_leaves_no_thread(new_storage: Callable[[], Stora
 def test_an_interrupted_close_can_be_called_again(
     new_storage: Callable[[], Storage], tmp_path: Path
 ) -> None:
-    before = resources()
+    before = Held()
     for calls in itertools.count(1):
         storage = new_storage()
         storage.lock(0)
@@ -134,13 +98,13 @@ def test_an_interrupted_close_can_be_called_again(
         )
         interrupted = False
         try:
-            with interrupted_after(calls):
+            with InterruptedAfter(calls):
                 storage.close()
         except KeyboardInterrupt:
             interrupted = True
             storage.close()
         assert transfer.done()
-        assert_nothing_new(before, calls)
+        before.assert_nothing_new(f"after {calls} calls")
         fd = os.open(tmp_path / "lock", os.O_RDWR)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(fd)

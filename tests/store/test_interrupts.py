@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import muon
 import tierstore
 from tests.support import kernel
 from tests.support.faults import FaultyStorage
+from tests.support.interrupts import PACKAGE, InterruptedAfter
 from tests.support.kept import commit_with, kept_by
 from tests.support.toy import FIRST, RANK, SECOND, THIRD, Toy, resumed
 from tierstore.run.committer import Committer
@@ -219,6 +222,31 @@ def test_close_frees_memory(tmp_path: Path) -> None:
     store.close()
     kernel.reset_peak()
     assert during - kernel.anonymous_peak() > 3 * 48 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # As in Python.
+@pytest.mark.parametrize("path", [contextlib.__file__, PACKAGE], ids=["contextlib", "tierstore"])
+def test_restore_works_where_an_interrupted_step_is_handled(path: str, tmp_path: Path) -> None:
+    """The traceback of the interrupt keeps the frames of the step."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    parameter.grad = torch.ones_like(parameter)
+    store = tierstore.TierStore(tmp_path, page_bytes=4096, commit_every=100)
+    optimizer = muon.Muon([{"params": [parameter], "algorithm": "adamw"}], store=store)
+    optimizer.step()
+    store.synchronize()
+    committed = parameter.detach().clone()
+    for calls in itertools.count(1):
+        try:
+            with InterruptedAfter(calls, path) as interrupt:
+                optimizer.step()
+        except KeyboardInterrupt:
+            assert optimizer.restore() == 1
+            assert torch.equal(parameter, committed)
+        if interrupt.left > 0:
+            break
+    assert calls > 20
+    assert store.step > 1
+    store.close()
 
 
 def test_a_store_without_a_directory_works_after_an_interrupt() -> None:

@@ -371,8 +371,12 @@ class PagedOptimizer(torch.optim.Optimizer, ABC):
                 warn_of_other_rates(self.param_groups, self._restored_rates)
                 self._restored_rates = []
             self.prepare_step()
-            with self.store.pages.sweep(self.window, **self._gradient_rules) as pages:
-                self.step_pages(pages)
+            sweep = self.store.pages.sweep(self.window, **self._gradient_rules)
+            try:
+                with sweep as pages:
+                    self.step_pages(pages)
+            finally:  # An interrupt may come before __exit__() has begun to end the sweep.
+                sweep.gen.close()
         self._prefetched = False
         return loss
 

@@ -88,9 +88,8 @@ class Sweep:
         self.changed: list[tuple[str, torch.Tensor]] = []
         """Pairs of parameter name and whether it was changed; see PageView.changed."""
 
-    @contextlib.contextmanager
     def run(self) -> Iterator[SteppedPages]:
-        """Yield the pages to step; see Pages.sweep()."""
+        """Yield the pages to step, once; see Pages.sweep()."""
         committer, usability = self._table.committer, self._table.usability
         step = committer.step
         try:
@@ -108,6 +107,8 @@ class Sweep:
             is_reading = self._phase is Phase.READING and may_retry(error, self._table)
             if self._phase is Phase.CHECKED or is_reading:
                 committer.step = step
+            elif isinstance(error, GeneratorExit):
+                usability.fail(SweepError("the step was interrupted"))
             else:
                 usability.fail(error)
             raise
