@@ -334,7 +334,7 @@ def shard(job: Job, model: Llama, stack: ExitStack, **options: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """How to train."""
+    """A way to train."""
 
     make: Callable[[Job, Llama, ExitStack], Training]
     rule: str | None = None

@@ -47,7 +47,7 @@ class Plan:
     other_rates: tuple[float, ...]
     """Learning rates of all other parameters, of AdamW."""
     seeds: int
-    """How often the best pair is trained."""
+    """Number of times that the best pair is trained."""
     every: int
     """Steps from one validation loss to the next."""
 

@@ -138,7 +138,7 @@ class QKClip:
         for layer, maxima in logits.items():
             if layer not in self.layers:
                 known = ", ".join(map(repr, [*self.layers][:3]))
-                raise ValueError(f"qk_logits has the layer {layer!r}, expected are {known}, ...")
+                raise ValueError(f"qk_logits has the layer {layer!r}, expected one of {known}, ...")
             heads = 1 + max(rows.head for rows in self.layers[layer])
             if len(maxima) != heads:
                 raise ValueError(

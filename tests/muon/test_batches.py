@@ -148,7 +148,7 @@ print(anonymous_peak() - before)
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [(256, 1024), (512, 2048), (1024, 1024), (2048, 768)])
 def test_the_memory_needed_equals_the_memory_of_a_process(shape: tuple[int, int]) -> None:
-    """How much the linear algebra of the CPU packs differs: by less than a factor of two."""
+    """The linear algebra of the CPU packs different amounts, by less than a factor of two."""
     found = subprocess.run(
         [sys.executable, "-c", ONE_BATCH.format(shape=shape)],
         check=True,

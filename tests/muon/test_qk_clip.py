@@ -146,7 +146,7 @@ def test_logits_up_to_the_threshold_change_nothing(logit: float) -> None:
         ({"own": [1.0, math.nan, 1.0, 1.0]}, "logit of head 1 of layer 'own' is nan: its att"),
         ({"own": [1.0, 1.0, math.inf, 1.0]}, "logit of head 2 of layer 'own' is inf"),
         ({"own": [1.0, 1.0]}, "'own' must be 4 numbers, one for each head, got 2"),
-        ({"mixer": [1.0]}, "qk_logits has the layer 'mixer', expected are 'own', 'groups'"),
+        ({"mixer": [1.0]}, "qk_logits has the layer 'mixer', expected one of 'own', 'groups'"),
     ],
 )
 def test_nonsense_is_refused_and_changes_nothing(logits: dict[str, Any], message: str) -> None:

@@ -82,6 +82,9 @@ def test_the_smallest_budget_is_named() -> None:
     with pytest.raises(BudgetError, match=f"host_memory={10 * SECTOR_BYTES} or more"):
         place_all(sizes, budget, Tier.NVME)
     assert set(place(sizes, budget).tiers) == {Tier.HOST}
+    expected = f"host_memory={6 * SECTOR_BYTES} or more, which holds all pages"
+    with pytest.raises(BudgetError, match=expected):
+        place(sizes, Budget(host_memory=6 * SECTOR_BYTES - 1, device_memory=0, buffers=None))
 
 
 def test_pages_that_rest_are_spread_over_the_sweep() -> None:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own states are, before any conversion."""
+"""DeepSpeed's own states, before any conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Trainer and accelerate write now is carried bit for bit, and training goes on from it."""
+"""Carry new checkpoints of Trainer and accelerate bit for bit, and train on from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch_checkpointing writes now is carried bit for bit, and training goes on from it."""
+"""Carry new checkpoints of torch_checkpointing bit for bit, and train on from them."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_deepspeed_loads_every_state_and_goes_on(
 def test_deepspeed_does_not_load_what_is_not_trained(
     deepspeed: dict[str, Path], loaded: Loaded, tmp_path: Path
 ) -> None:
-    """When this fails, docs/guide/deepspeed.md need not say how to load it."""
+    """If this fails, docs/guide/deepspeed.md need not say how to load it."""
     convert(deepspeed["zero2-adamw"] / "checkpoint", tmp_path / "out", to="universal")
     saved = model_states_in(tmp_path / "out")["module"]["frozen.weight"]
     facts = json.loads((loaded.whole["zero2-adamw zero2 1"] / "facts.json").read_text())
@@ -185,7 +185,7 @@ def test_what_deepspeeds_own_tool_writes_is_read(
 def test_deepspeeds_own_tool_mixes_up_parameters(
     deepspeed: dict[str, Path], tmp_path: Path
 ) -> None:
-    """When this fails, such universal checkpoints need not be refused."""
+    """If this fails, such universal checkpoints need not be refused."""
     source = deepspeed["zero2-round-robin"]
     to_universal(source / "checkpoint", tmp_path / "in")
     expected, found = truth_of(source), states_in(tmp_path / "in")
@@ -199,6 +199,6 @@ def test_deepspeeds_own_tool_mixes_up_parameters(
 def test_deepspeeds_own_tool_refuses_muon(
     deepspeed: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
-    """When this fails, DeepSpeed has learned it: look whether it also loads ``momentum_buffer``."""
+    """If this fails, DeepSpeed has learned it: look whether it also loads ``momentum_buffer``."""
     with pytest.raises(RuntimeError, match="KeyError: 'exp_avg'"):
         to_universal(deepspeed[name] / "checkpoint", tmp_path / "in")

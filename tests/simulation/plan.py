@@ -87,7 +87,7 @@ class Version:
 
     world_size: int
     epoch: int = 0
-    """How often the run was rewound."""
+    """Number of times that the run was rewound."""
     step: int
     extra: Any
     """The state that was registered for it."""

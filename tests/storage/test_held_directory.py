@@ -31,7 +31,7 @@ def opened(engine: str, directory: Path) -> Storage:
 
 
 def descriptors_of(directory: Path) -> list[str]:
-    """What this process has open in a directory, the directory included."""
+    """Return the files that this process has open in a directory, the directory included."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # The descriptor of the listing itself.

@@ -30,7 +30,7 @@ GROWTH_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What the process and its directories hold at some step."""
+    """Memory, descriptors and files of the process at some step."""
 
     anonymous_bytes: int
     resident_bytes: int

@@ -1,4 +1,4 @@
-"""What print() shows of a store, its counters, a checkpoint and an optimizer: one line each."""
+"""print() of a store, its counters, a checkpoint and an optimizer."""
 
 from __future__ import annotations
 

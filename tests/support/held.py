@@ -1,4 +1,4 @@
-"""What this process holds: threads and file descriptors."""
+"""Threads and file descriptors that this process holds."""
 
 from __future__ import annotations
 

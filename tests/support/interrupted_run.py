@@ -122,7 +122,7 @@ RESHARD = ("open", "step", "commit", "publish", "close", "open", "step", "close"
 
 
 AFTER_ERROR = ("end", "restore", "reopen")
-"""What a program does after an error: close the store and end; or go back to the last commit in
+"""Actions of a program after an error: close the store and end; or go back to the last commit in
 the same store, or in one that is opened anew, and go on."""
 
 
@@ -134,7 +134,7 @@ class Settings:
     directories: int = 1
     """Number of directories over which pages are striped, in ``directory``."""
     folder: Path
-    """Where checkpoints are published."""
+    """The directory in which checkpoints are published."""
     engine: str = "auto"
     attempt: int = 0
     after_error: str = "end"
@@ -268,7 +268,7 @@ def make_run_of_two_ranks(directory: Path, steps: int) -> History:
 
 @dataclass(slots=True)
 class Promises:
-    """What a run has told of in all processes so far, and what must therefore be there."""
+    """Commits that a run has told of in all processes so far, and that must therefore be there."""
 
     durable: History = field(default_factory=list)
     """The newest step that was acknowledged."""

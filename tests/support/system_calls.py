@@ -114,7 +114,7 @@ class Call:
 
     @property
     def changes(self) -> bool:
-        """Whether the call may change files, locks or descriptors."""
+        """True if the call may change files, locks or descriptors."""
         return self.name not in READING
 
     def __str__(self) -> str:
@@ -124,19 +124,19 @@ class Call:
 KILL = "kill"
 
 Rule = Callable[[Call], int | str | None]
-"""What becomes of a call: None lets it through, an errno is its outcome, KILL ends the child."""
+"""Returns the outcome of a call: None lets it through, an errno fails it, KILL ends the child."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What is known of a child that has ended."""
+    """Facts about a child that has ended."""
 
     told: list[Any]
     """Everything that it told, in order."""
     exitcode: int
     """As of ``multiprocessing.Process``."""
     hung: bool
-    """Whether it had to be ended because it took too long."""
+    """True if it had to be ended because it took too long."""
 
 
 def run_watched(

@@ -284,15 +284,16 @@ def _with_pool(
         wanted = _stream_buffers(nbytes, streamed, budget) if resident else streamed
         count = max(BUFFERS_MIN, min(count_max, wanted))
     if count > count_max:
-        smallest = count * nbytes
-        if may_rest and budget.buffers is None and Tier.DEVICE not in tiers:
-            smallest = min(smallest, sum(moving))  # All pages would stay in host memory.
+        smallest, holding = count * nbytes, ""
+        could_rest = may_rest and budget.buffers is None and Tier.DEVICE not in tiers
+        if could_rest and sum(moving) < smallest:
+            smallest, holding = sum(moving), ", which holds all pages"
         beside = f" beside {budget.reserved} for gradients and parameters"
         raise BudgetError(
             f"host_memory is {budget.host_memory} bytes ({format_bytes(budget.host_memory)}), "
             f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}"
             f"{beside if budget.reserved else ''}: "
-            f"pass host_memory={smallest + budget.reserved} or more"
+            f"pass host_memory={smallest + budget.reserved} or more{holding}"
             + (f", or buffers={count_max}" if count_max >= BUFFERS_MIN else "")
         )
     return Placement(tiers=tuple(tiers), buffers=count, buffer_bytes=nbytes)

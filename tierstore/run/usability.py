@@ -46,7 +46,7 @@ class Usability:
 
     @property
     def remarks(self) -> list[str]:
-        """What a user should know of the condition, in words; empty if every call works."""
+        """Words on the condition of the store; empty if every call works."""
         remarks = ["opened by another process"] if self.is_forked else []
         if self.closed:
             return [*remarks, "closed"]

@@ -44,11 +44,11 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     """Further settings of the configuration."""
     big: bool = False
-    """Whether the model has matrices that DeepSpeed pages: about 1 MiB on each rank."""
+    """True if the model has matrices that DeepSpeed pages: about 1 MiB on each rank."""
     one_group: bool = False
-    """Whether AdamW has one param group instead of two."""
+    """True if AdamW has one param group instead of two."""
     own_adam: bool = False
-    """Whether "adamw" is DeepSpeed's own, whose extension takes minutes to build."""
+    """True if "adamw" is DeepSpeed's own, whose extension takes minutes to build."""
     lr: float = 0.003
     """Learning rate of AdamW."""
     universal: str = ""

@@ -25,9 +25,9 @@ class Case:
 
     directory: str
     safe: bool = False
-    """Whether the model is in files of safetensors."""
+    """True if the model is in files of safetensors."""
     described: bool = True
-    """Whether metadata.pkl is written."""
+    """True if metadata.pkl is written."""
 
 
 class OnCpu:

@@ -92,7 +92,7 @@ def test_inspect_says_when_a_run_committed_and_how_fast(run: Path) -> None:
 
 
 def test_inspect_a_folder_of_checkpoints(originals: Path, tmp_path: Path) -> None:
-    """What removing one frees is what the filesystem frees."""
+    """The bytes that removing one frees are the bytes that the filesystem frees."""
     shutil.copytree(originals / "published", tmp_path / "step-3")
     shutil.copytree(tmp_path / "step-3", tmp_path / "step-4", copy_function=os.link)
     (tmp_path / "step-4" / "own").write_bytes(b"x" * 5000)

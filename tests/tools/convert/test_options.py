@@ -266,7 +266,7 @@ def test_files_of_weights_that_the_index_does_not_name(tmp_path: Path) -> None:
     save_file({"b": torch.ones(3)}, source / "adapter.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(NotCarriedError, match=r"adapter\.safetensors"):
+    with pytest.raises(NotCarriedError, match=r"adapter\.safetensors.*[^)]$"):
         convert(source, tmp_path / "out", to="safetensors", strict=True)
     convert(source, tmp_path / "out", to="safetensors")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,7 +185,8 @@ def test_objects_are_named_and_never_made(tmp_path: Path) -> None:
         code, _, error = call(
             *("convert", tmp_path / "in.pt", tmp_path / "strict.pt", "--to", "torch", "--strict")
         )
-        assert (code, "not carried: 'args'" in error) == (1, True)
+        assert code == 1
+        assert re.search(r"not carried: 'args': .* \(and 1 more\)\n", error)
 
 
 class Hostile:

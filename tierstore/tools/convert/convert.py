@@ -187,8 +187,9 @@ def convert(
         lost=[*contents.lost, *writer.lost],
     )
     if strict and conversion.lost:
-        first, more = conversion.lost[0], len(conversion.lost) - 1
-        raise NotCarriedError(f"not carried: {first} (and {more} more)")
+        first, *others = conversion.lost
+        further = f" (and {len(others)} more)" if others else ""
+        raise NotCarriedError(f"not carried: {first}{further}")
     require_room(target, writer.nbytes)
     if dry_run:
         return conversion

@@ -388,7 +388,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Where a rank has elements of a parameter: the first in the parameter and in its partition."""
+    """Location of a rank's elements of a parameter: in the parameter and in its partition."""
 
     start: int
     numel: int

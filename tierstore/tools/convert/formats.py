@@ -54,7 +54,7 @@ class Format:
     """One format."""
 
     recognizes: Callable[[Path], bool] | None = None
-    """Whether a path looks like a checkpoint of this format, by names of files alone."""
+    """Returns True if a path may be a checkpoint of this format, by names of files alone."""
     read: Callable[[Sequence[Path], Reading], Sequence[Contents]] | None = None
     """Read the contents of one or several paths, which are parts of one checkpoint."""
     write: Callable[[Contents, Options], Writer] | None = None

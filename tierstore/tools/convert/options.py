@@ -13,7 +13,7 @@ from tierstore.inspection.reader import Reader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a source is read."""
+    """Options of reading a source."""
 
     check: bool = True
     """True to compare data with the checksums that the source has.
@@ -22,7 +22,7 @@ class Reading:
     on_progress: Callable[[int, int], None] | None = None
     """Called with the number of bytes that were checked, and of all bytes to check."""
     optimizer: bool = True
-    """Whether to read the optimizer. If not, a reader may skip the states, and errors that they
+    """False if only the model is needed. A reader may then skip the states, and errors that they
     would cause."""
     wrapped: bool = True
     """False if names have no prefixes of wrappers, as in a new destination."""
@@ -49,11 +49,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a destination is written."""
+    """Options of writing a destination."""
 
     dtype: torch.dtype | None = None
     """Dtype of the weights; None: as in the source."""
     shard_bytes: int | None = None
     """About how many bytes a file of weights holds, where a format has several."""
     bare_keys: bool = False
-    """Whether keys of the model in a DCP checkpoint lack "model.", as in torchtitan."""
+    """True if keys of the model in a DCP checkpoint lack "model.", as in torchtitan."""

@@ -52,7 +52,7 @@ TRAINER = (
     *("optimizer", "scheduler", "scaler", "rng_state", "random_states", "custom_checkpoint"),
     *("sampler", "dl_state_dict", "training_args"),
 )
-"""How names of files of a trainer beside the weights begin."""
+"""Prefixes of the files that a trainer writes beside the weights."""
 
 
 def recognizes(path: Path) -> bool:

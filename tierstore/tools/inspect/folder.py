@@ -38,9 +38,9 @@ class Listed:
     step: int | None = None
     """None: the files that name it are damaged, or are of another program."""
     marked_whole: bool | None = None
-    """Whether all ranks have marked the checkpoint as whole; None: tierstore did not publish it."""
+    """True if all ranks have marked the checkpoint as whole; None: tierstore did not publish it."""
     written_at: float
-    """When the directory was changed, in seconds since 1970."""
+    """Time at which the directory was changed, in seconds since 1970."""
     nbytes: int
     freed_bytes: int
     """Bytes of the files that have no other name: removing the directory frees them."""

@@ -80,9 +80,9 @@ class Summary:
     step: int | None = None
     """The committed step; None if nothing was committed, or no file names it."""
     epoch: int = 0
-    """How often the run was rewound before that step."""
+    """Number of times that the run was rewound before that step."""
     committed_at: float | None = None
-    """When a run committed the step, in seconds since 1970."""
+    """Time at which a run committed the step, in seconds since 1970."""
     steps_per_hour: float | None = None
     """Between the commits of a run that are still there; None if there is one only."""
     run_id: str | None = None
@@ -101,7 +101,7 @@ class Summary:
     objects: int = 0
     """Number of other values that ``.metadata`` names."""
     marked_whole: bool | None = None
-    """Whether all ranks have marked the checkpoint as whole after publishing; None if tierstore did
+    """True if all ranks have marked the checkpoint as whole after publishing; None if tierstore did
     not publish it."""
     directories: dict[str, float] = field(default_factory=dict)
     """Directory of a striped run -> its share of the pages."""
@@ -113,7 +113,7 @@ class Summary:
     in_use_by: str | None = None
     notes: list[str] = field(default_factory=list)
     lost: Sequence[str] = ()
-    """What a conversion of a foreign checkpoint does not carry, one sentence each."""
+    """Things that a conversion of a foreign checkpoint does not carry, one sentence each."""
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:

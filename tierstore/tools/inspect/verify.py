@@ -32,7 +32,7 @@ class Report:
     bytes_checked: int
     """Number of bytes that were checked, without duplicates."""
     marked_whole: bool | None
-    """Whether all ranks have marked the checkpoint as whole after publishing, which proves nothing
+    """True if all ranks have marked the checkpoint as whole after publishing, which proves nothing
     about it now; None if tierstore did not publish it."""
     faults: Sequence[Fault]
     notes: Sequence[str]

@@ -98,5 +98,5 @@ def check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
         reader.fault(
             where,
             "says that the run was stopped while the only slot of each page "
-            "(commit_every=None) was being overwritten: its pages are of mixed steps",
+            "(commit_every=None) was being overwritten: some of its pages are of a later step",
         )

@@ -25,7 +25,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """How the step of a plan depends on the job."""
+    """The step of a plan as a function of the job."""
 
     by_model: Sequence[Point]
     """Against the tokens of a step, or against seconds of forward and backward."""
