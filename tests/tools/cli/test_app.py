@@ -75,27 +75,32 @@ def test_help_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "error"),
     [
-        ["inspect", "absent"],
-        ["verify", "absent"],
-        ["checkpoint", "absent", "out"],
-        ["convert", "absent", "out", "--to", "dcp"],
-        ["convert", ".", "out", "--to", "dcp", "--memory", "much"],
-        ["probe", ".", "--page-bytes", "much"],
+        ("inspect absent", "absent does not exist"),
+        ("verify absent", "absent does not exist"),
+        ("checkpoint absent out", "absent does not exist"),
+        ("convert absent out --to dcp", "absent does not exist"),
+        ("convert . out --to dcp --memory much", "must look like '16GiB'"),
+        ("probe . --page-bytes much", "must look like '16GiB'"),
+        ("plan absent", "a plan needs drives, such as"),
+        ("fit absent --drives 4x3.84TB@7/5GB/s --tokens many", "--tokens must be a number such as"),
+        ("fit absent --tokens 1M --drives 2x", "drives must look like"),
     ],
 )
-def test_wrong_paths_and_sizes_are_told_before_torch_is_imported(arguments: list[str]) -> None:
+def test_wrong_paths_and_sizes_are_told_before_torch_is_imported(
+    arguments: str, error: str
+) -> None:
     program = (
         "import sys\n"
         "from tierstore.tools.cli import app\n"
         "try: app()\n"
         "except SystemExit as end: sys.exit(3 if 'torch' in sys.modules else end.code)"
     )
-    command = [sys.executable, "-c", program, *arguments]
+    command = [sys.executable, "-c", program, *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert "absent does not exist" in done.stderr or "must look like '16GiB'" in done.stderr
+    assert error in done.stderr
 
 
 def test_help_names_arguments_as_documentation_does() -> None:

@@ -84,7 +84,7 @@ def test_the_largest_size_of_a_family() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("llama-3.2-1b", "--tokens", "64k", *CARD), "needs --drives"),
+        (("llama-3.2-1b", "--tokens", "64k", *CARD), "needs drives"),
         (("llama-3.2-1b", "--tokens", "64k", *DRIVE), "depends on host_memory"),
         (("absent", "--tokens", "64k", *CARD, *DRIVE), "or a model such as llama-3.1-8b"),
         (("gpt-9", "--largest", "--tokens", "64k", *CARD, *DRIVE), "'gpt-9' is not a known family"),

@@ -93,7 +93,7 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "needs --drives"),
+        ((), "needs drives"),
         ((*DRIVES, "--probe", "absent.json"), "absent.json cannot be read (No such file"),
         (("--probe", "absent.json"), "absent.json cannot be read (No such file"),
         (("--drives", "4 drives"), "drives must look like"),

@@ -32,7 +32,7 @@ from tierstore.tools.cli.machine import (
     StepsOption,
     TflopsOption,
     UsedOption,
-    job_of,
+    job_values,
     model_of,
     probe_of,
     rates_of,
@@ -86,12 +86,8 @@ def fit(
     If no settings fit, names the nearest machines on which some do, and exits with 1.
     """
     with exit_codes(as_json):
-        from tierstore.tools.plan.families import sizes_of
-        from tierstore.tools.plan.fit import fit_job, fits
-
-        gc.freeze()  # Collections would go through the objects of torch for each plan.
         measured = probe_of(probe)
-        job = job_of(
+        values = job_values(
             measured,
             nodes=nodes,
             gpus=gpus,
@@ -108,6 +104,13 @@ def fit(
             used=used,
             settings=settings,
         )
+
+        from tierstore.tools.plan.families import sizes_of
+        from tierstore.tools.plan.fit import fit_job, fits
+        from tierstore.tools.plan.job import Job
+
+        gc.freeze()  # Collections would go through the objects of torch for each plan.
+        job = Job(**values)
         rates = rates_of(job, measured, network, pcie)
         nvme_bytes = None if measured is None else measured.free_bytes
         names = (

@@ -81,7 +81,7 @@ UsedOption = Annotated[
 ]
 
 
-def job_of(
+def job_values(
     measured: Probe | None,
     *,
     gpu_memory: str | None,
@@ -93,22 +93,21 @@ def job_of(
     used: float | None,
     settings: Sequence[str] | None,
     **others: Any,
-) -> Job:
-    """Return a job of the values of options, and of what a probe found of the machine."""
-    from tierstore.tools.plan.drives import parse_drives
-    from tierstore.tools.plan.job import Job
+) -> dict[str, Any]:
+    """Return the fields of a job that options and a probe of the machine tell, without torch."""
+    from tierstore.tools.plan.drives import drives_of
 
-    return Job(
-        gpu_memory=size_of("--gpu-memory", gpu_memory),
-        host_memory=_node_memory(size_of("--host-memory", host_memory), measured),
-        drives=None if drives is None else parse_drives(drives),
-        tokens=whole_number("--tokens", tokens),
-        flops=None if tflops is None else 1e12 * number_of("--tflops", tflops),
-        endurance=number_of("--endurance", endurance) / 100,
-        wear=_used_share(measured, used),
-        optimizer=_settings_of(settings or []),
+    return {
+        "gpu_memory": size_of("--gpu-memory", gpu_memory),
+        "host_memory": _node_memory(size_of("--host-memory", host_memory), measured),
+        "drives": drives_of(drives, probed=measured is not None),
+        "tokens": whole_number("--tokens", tokens),
+        "flops": None if tflops is None else 1e12 * number_of("--tflops", tflops),
+        "endurance": number_of("--endurance", endurance) / 100,
+        "wear": _used_share(measured, used),
+        "optimizer": _settings_of(settings or []),
         **others,
-    )
+    }
 
 
 def model_of(path: Path, dtype: str | None) -> Model:

@@ -32,7 +32,7 @@ from tierstore.tools.cli.machine import (
     TokensOption,
     UsedOption,
     check_outputs,
-    job_of,
+    job_values,
     model_of,
     number_of,
     probe_of,
@@ -116,15 +116,9 @@ def plan(
     Exits with 1 if the job does not fit, or wears its drives out.
     """
     with exit_codes(as_json):
-        from tierstore.errors import BudgetError
-        from tierstore.tools.cli.plan_screen import advice, screen
-        from tierstore.tools.plan.calls import calls_of
-        from tierstore.tools.plan.plan import plan as plan_job
-        from tierstore.tools.plan.plan import to_plain
-
         check_outputs(html, emit_config)
         measured = probe_of(probe)
-        job = job_of(
+        values = job_values(
             measured,
             nodes=nodes,
             gpus=gpus,
@@ -147,17 +141,26 @@ def plan(
             steps=steps,
             endurance=endurance,
             used=used,
-            store=_store(
-                store_memory,
-                device_memory,
-                page_bytes,
-                buffers,
-                commit_every,
-                step_on=step_on,
-                offload_gradients=offload_gradients,
-            ),
             settings=settings,
         )
+
+        from tierstore.errors import BudgetError
+        from tierstore.tools.cli.plan_screen import advice, screen
+        from tierstore.tools.plan.calls import calls_of
+        from tierstore.tools.plan.job import Job
+        from tierstore.tools.plan.plan import plan as plan_job
+        from tierstore.tools.plan.plan import to_plain
+
+        store = _store(
+            store_memory,
+            device_memory,
+            page_bytes,
+            buffers,
+            commit_every,
+            step_on=step_on,
+            offload_gradients=offload_gradients,
+        )
+        job = Job(store=store, **values)
         rates = rates_of(job, measured, network, pcie)
         nvme_bytes = None if measured is None else measured.free_bytes
         planned = model_of(model, dtype)

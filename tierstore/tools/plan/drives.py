@@ -44,6 +44,26 @@ class Drives:
         return self.count * self.capacity
 
 
+def drives_of(text: str | None, *, probed: bool) -> Drives | None:
+    """Return the drives that a plan is made for; None if only a probe tells of them.
+
+    Args:
+        text: as for parse_drives(); None: not given.
+        probed: whether a probe of the drives is given.
+
+    Raises:
+        PlanError: as parse_drives(), or nothing tells of the drives.
+    """
+    if text is not None:
+        return parse_drives(text)
+    if not probed:
+        raise PlanError(
+            f"a plan needs drives, such as {_EXAMPLE}, or a probe, a file that `tierstore probe "
+            "--json` printed, or both"
+        )
+    return None
+
+
 def parse_drives(text: str) -> Drives:
     """Return drives from a text such as ``"4x3.84TB@7/5GB/s,1DWPD"``.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tierstore.tools.plan.drives import parse_drives
+from tierstore.tools.plan.drives import drives_of
 from tierstore.tools.plan.fit import Fit, fit_job
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.models import model_from_module
@@ -75,7 +75,7 @@ def fit(
         host_memory=parse_bytes(host_memory),
         gpus=gpus,
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
-        drives=None if drives is None else parse_drives(drives),
+        drives=drives_of(drives, probed=measured is not None),
         flops=None if tflops is None else 1e12 * tflops,
         **machine,
     )

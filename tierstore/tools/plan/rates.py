@@ -188,13 +188,8 @@ def rates_for(
         network: as for measured_rates().
 
     Raises:
-        PlanError: as measured_rates(), or the job has neither drives nor a probe.
+        PlanError: as measured_rates().
     """
-    if job.drives is None and probe is None:
-        raise PlanError(
-            "a plan needs --drives, such as 4x3.84TB@7/5GB/s,1DWPD, or --probe with a file "
-            "that `tierstore probe --json` printed, or both"
-        )
     flops = job.flops if on_gpu or not job.on_gpu else None
     given: dict[str, Any] = {"on_gpu": on_gpu, "flops": flops, "pcie": pcie, "network": network}
     if probe is None:
