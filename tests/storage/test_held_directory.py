@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.test_interrupts import interrupted_after
+from tests.support.interrupts import InterruptedAfter
 from tests.support.transfers import exit_code_of_child
 from tierstore.errors import RunDirectoryError, StorageError, ThreadError
 from tierstore.storage import Storage, open_storage
@@ -101,7 +101,7 @@ def test_an_opening_that_fails_leaves_no_descriptor(
 def test_an_interrupt_loses_no_descriptor(tmp_path: Path) -> None:
     for calls in itertools.count(1):
         folder, interrupted = None, True
-        with suppress(KeyboardInterrupt), interrupted_after(calls):
+        with suppress(KeyboardInterrupt), InterruptedAfter(calls):
             folder = LocalFolder(tmp_path)
             folder.close()
             interrupted = False

@@ -80,7 +80,7 @@ def test_an_interrupted_opening_leaves_no_thread(new_storage: Callable[[], Stora
             storage.close()
             break
         gc.collect()
-        before.assert_nothing_new(f"after {calls} calls")
+        before.assert_no_new_thread(f"after {calls} calls")
     assert calls > 5
 
 

@@ -20,10 +20,14 @@ class Held:
 
     def assert_nothing_new(self, when: str = "now") -> None:
         """Fail if the process holds more ``when`` this is called. Ending threads may end first."""
+        self.assert_no_new_thread(when)
+        assert _descriptors() <= self.descriptors, when
+
+    def assert_no_new_thread(self, when: str = "now") -> None:
+        """Fail if the process has a further thread that does not end."""
         for thread in set(threading.enumerate()) - self.threads:
             thread.join(10)
         assert set(threading.enumerate()) <= self.threads, when
-        assert _descriptors() <= self.descriptors, when
 
 
 def _descriptors() -> set[tuple[str, str]]:

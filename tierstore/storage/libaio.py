@@ -31,6 +31,8 @@ _REFUSED_PAUSE_S = 0.01
 class _Context(AIOContext):  # type: ignore[misc]
     """A context that only its own process destroys. Forked children do not inherit it."""
 
+    _owner_pid: int | None = None  # Of an object whose making was interrupted.
+
     def __init__(self, requests: int) -> None:
         self._owner_pid = os.getpid()
         super().__init__(requests)
