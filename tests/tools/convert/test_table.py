@@ -52,12 +52,16 @@ REFUSED = ("[begin from `dcp`](../guide/convert.md#convert-weights-alone)", "ref
 
 
 def table() -> dict[str, dict[str, str]]:
-    """Text of the first column -> target -> cell."""
+    """Source in the first column -> target -> cell."""
     lines = PAGE.read_text().split("\n\n")
     (rows,) = (part.splitlines() for part in lines if part.startswith("| from \\ to |"))
     head, _, *body = ([cell.strip() for cell in row.strip("|").split(" | ")] for row in rows)
     targets = [target.strip("` |") for target in head[1:]]
-    return {cells[0]: dict(zip(targets, cells[1:], strict=True)) for cells in body}
+    return {
+        head: dict(zip(targets, cells[1:], strict=True))
+        for cells in body
+        for head in re.split(", (?=`)", cells[0])  # A row may be of several sources.
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
