@@ -9,6 +9,8 @@ exclude_patterns = ["README.md"]  # The index includes it.
 html_theme = "furo"
 html_title = "tierstore"
 html_copy_source = False
+html_show_copyright = False
+highlight_language = "text"  # Of blocks that do not name a language: commands and output.
 
 myst_heading_anchors = 4
 
