@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -300,6 +301,22 @@ def test_a_terminal_shows_a_progress_bar(run: Path) -> None:
     assert "iB/s" in shown
     assert "0:00:00 left" in shown
     assert "of 1" not in shown
+
+
+def test_a_terminal_shows_prose_folded_after_spaces(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters()).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "ck.pt")
+    shown = call("inspect", tmp_path / "ck.pt")[1]
+    piped = [line for line in shown.splitlines() if line.startswith("note:")]
+    _, shown = call_on_terminal("stdout", "inspect", tmp_path / "ck.pt", columns=60)
+    first, *rest = shown.partition("note:")[2].splitlines()
+    lines = [f"note:{first}", *itertools.takewhile(lambda line: line.startswith("  "), rest)]
+    assert len(lines) > 1
+    assert all(len(line) <= 60 for line in lines)
+    assert [" ".join(line.strip() for line in lines)] == piped
+    _, shown = call_on_terminal("stderr", "inspect", "an absent run", columns=40)
+    assert shown == ("tierstore: an absent run does not exist:\n  name a run or a checkpoint\n")
 
 
 def test_several_passes_are_numbered(run: Path, plain: Path, tmp_path: Path) -> None:

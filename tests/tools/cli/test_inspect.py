@@ -128,7 +128,8 @@ def test_inspect_what_convert_reads(tmp_path: Path) -> None:
     states = "master float32, exp_avg float32, exp_avg_sq float32"
     assert f"1 embedding.weight 11x6 bfloat16 {states} 792 B" in lines
     assert "positions 9 float32 buffer float32 36 B" in lines
-    assert lines[-1].startswith(f"What to type next: tierstore convert {DEEPSPEED} RUN --to tier")
+    assert lines[-2] == "What to type next:"
+    assert lines[-1] == f"tierstore convert {DEEPSPEED} RUN --to tierstore --dry-run"
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()

@@ -175,7 +175,8 @@ def _lines(conversion: Conversion, *, dry_run: bool) -> Iterator[str]:
             f"{conversion.path}: {step}{tensors} from {conversion.source} to {conversion.to}, "
             "verified"
         )
-        yield f"What to type next: {_NEXT[conversion.to].format(repr(conversion.path))}"
+        yield "What to type next:"
+        yield f"    {_NEXT[conversion.to].format(repr(conversion.path))}"
         return
     yield from table(
         {

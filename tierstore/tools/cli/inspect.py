@@ -117,7 +117,8 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
         yield from _tensor_table(summary)
     if summary.kind not in ("run", "checkpoint", "plain checkpoint"):
         source = shlex.quote(summary.path)
-        yield plain(f"What to type next: tierstore convert {source} RUN --to tierstore --dry-run")
+        yield "What to type next:"
+        yield plain(f"    tierstore convert {source} RUN --to tierstore --dry-run")
     if summary.tensors:
         nbytes = format_bytes(sum(tensor.nbytes for tensor in summary.tensors))
         tensors = count(len(summary.tensors), "tensor")

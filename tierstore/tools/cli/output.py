@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,8 +67,28 @@ def write(text: str) -> None:
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout, after all of them are made."""
-    write("".join(f"{line}\n" for line in lines))
+    """Write lines to stdout, after all of them are made; see folded()."""
+    write("".join(f"{part}\n" for line in lines for part in folded(line, sys.stdout)))
+
+
+def folded(line: str, stream: TextIO, margin: str = "") -> list[str]:
+    """Return a line as lines that fit the terminal, if the stream is one. Fold after spaces.
+
+    A line that begins with a space or has two spaces in a row is code or a row of a table, and
+    stays.
+
+    Args:
+        line: the line.
+        stream: stdout or stderr.
+        margin: spaces to put before each line.
+    """
+    width = shutil.get_terminal_size().columns - len(margin)
+    if not stream.isatty() or len(line) <= width or line.startswith(" ") or _GAP in line:
+        return [margin + line]
+    parts = textwrap.wrap(
+        line, width, subsequent_indent=_GAP, break_long_words=False, break_on_hyphens=False
+    )
+    return [margin + part for part in parts]
 
 
 def write_json(body: Mapping[str, Any]) -> None:
@@ -77,7 +98,8 @@ def write_json(body: Mapping[str, Any]) -> None:
 
 def complain(message: str) -> None:
     """Write a message to stderr; see put()."""
-    put(sys.stderr, f"tierstore: {plain(message)}\n")
+    lines = folded(f"tierstore: {plain(message)}", sys.stderr)
+    put(sys.stderr, "".join(f"{line}\n" for line in lines))
 
 
 def mark_line(marked_whole: bool) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tierstore.tools.cli.output import plain, table
+from tierstore.tools.cli.output import folded, plain, table
 from tierstore.tools.plan.drives import SECONDS_PER_DAY
 from tierstore.tools.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes
@@ -80,7 +81,7 @@ def memory_lines(found: Plan) -> Iterator[str]:
         rest = sum(nbytes for _, nbytes in parts[_PARTS_MAX:])
         names += [f"other {format_bytes(rest)}"] if rest else []
         yield f"  {_whose(need):<14} |{bar:<{_BAR}}| {format_bytes(need.nbytes)}{limit}"
-        yield f"  {'':<14}  {', '.join(names)}"
+        yield from folded(", ".join(names), sys.stdout, margin=" " * 18)
 
 
 def time_lines(found: Plan) -> Iterator[str]:
