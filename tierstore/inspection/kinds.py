@@ -14,12 +14,20 @@ from tierstore.run.file_names import MARKER_NAME, METADATA_NAME, folder_rank, pu
 from tierstore.storage.paths import storage_errors
 
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-_TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}(-[0-9a-f]{8})?")  # (Run and) attempt.
+
+TIERSTORE_KINDS = ("run", "checkpoint", "plain checkpoint")
 
 
-def is_unfinished(root: Path) -> bool:
-    """Return whether a directory has the name of a checkpoint that is being published."""
-    return _TEMPORARY.fullmatch(root.absolute().name) is not None
+def unfinished_at(root: Path) -> str | None:
+    """Return "unfinished checkpoint" or "unfinished conversion" if a directory is one; or None."""
+    if temporary := _TEMPORARY.fullmatch(root.absolute().name):
+        return "unfinished checkpoint" if temporary[1] else "unfinished conversion"
+    if root.is_dir():
+        names = os.listdir(root)
+        if METADATA_NAME not in names and any(name.endswith(".distcp") for name in names):
+            return "unfinished checkpoint"
+    return None
 
 
 def kind_of(root: Path) -> str:
@@ -35,10 +43,12 @@ def kind_of(root: Path) -> str:
         except OSError as error:
             if error.errno not in _NO_DIRECTORY:
                 raise
+            reason = "" if error.errno == errno.ENOTDIR else f" ({error.strerror})"
             raise CheckpointError(
-                f"{root} is not a directory: {error.strerror}. Name a run or a checkpoint"
+                f"{root} is not a directory{reason}: name a run or a checkpoint"
             ) from error
-    if is_unfinished(root):
+    temporary = _TEMPORARY.fullmatch(root.absolute().name)
+    if temporary and temporary[1]:  # A conversion reads its files before it is complete.
         raise CheckpointError(
             f"{root} is an unfinished checkpoint, because publishing was stopped: publish again. "
             "Publishing removes it"

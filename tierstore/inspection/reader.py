@@ -196,7 +196,7 @@ class Reader:
         try:
             yield
         except CorruptionError as error:
-            self.fault(where, str(error))
+            self.fault(where, str(error).removeprefix(f"{where} "))
         except OSError as error:
             self.fault(where, f"cannot be read: {error.strerror} (errno {error.errno})")
 

@@ -93,5 +93,5 @@ def body_errors(where: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptionError(
-            f"{where} has a right checksum but not the content of its kind"
+            f"{where} does not have the content of its kind: it is damaged, or of another program"
         ) from error

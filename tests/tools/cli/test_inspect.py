@@ -91,33 +91,35 @@ def test_inspect_says_when_a_run_committed_and_how_fast(run: Path) -> None:
     assert body["committed_at"] == pytest.approx(now - 600)
 
 
+def test_the_time_that_a_run_was_stopped_is_not_time_of_steps(tmp_path: Path) -> None:
+    for steps in (1, 3):
+        toy = Toy(tmp_path, resume=steps > 1)
+        toy.store.restore()
+        while toy.store.step < steps:
+            toy.step()
+            toy.store.synchronize()
+            pace = json.loads(call("inspect", tmp_path, "--json")[1])["steps_per_hour"]
+            assert (pace is None) == (toy.store.step < 3)
+        toy.store.close()
+
+
 def test_inspect_a_folder_of_checkpoints(originals: Path, tmp_path: Path) -> None:
-    """The bytes that removing one frees are the bytes that the filesystem frees."""
     shutil.copytree(originals / "published", tmp_path / "step-3")
-    shutil.copytree(tmp_path / "step-3", tmp_path / "step-4", copy_function=os.link)
-    (tmp_path / "step-4" / "own").write_bytes(b"x" * 5000)
-    shutil.copytree(originals / "published", tmp_path / ".step-5.tmp-01234567-89abcdef")
     shutil.copytree(DEEPSPEED, tmp_path / "deepspeed")
     (tmp_path / "notes").mkdir()
-    for age_s, name in enumerate(
-        (".step-5.tmp-01234567-89abcdef", "deepspeed", "step-4", "step-3")
-    ):
+    for age_s, name in ((10, "step-3"), (0, "deepspeed")):
         os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
     code, out, err = call("inspect", tmp_path)
     assert (code, err) == (0, "")
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
     assert [row[:3] for row in rows[1:]] == [
+        ["deepspeed", "deepspeed checkpoint", "unknown"],
         ["step-3", "checkpoint", "3"],
-        ["step-4", "checkpoint", "3"],
-        ["deepspeed", "deepspeed", "unknown"],
-        [".step-5.tmp-01234567-89abcdef", "unfinished checkpoint", "unknown"],
     ]
     body = json.loads(call("inspect", tmp_path, "--json")[1])
-    freed = {one["name"]: one["freed_bytes"] for one in body["checkpoints"]}
-    assert (freed["step-3"], freed["step-4"]) == (0, 5000)
+    assert [one["marked_whole"] for one in body["checkpoints"]] == [None, True]
     sizes = [path.stat().st_size for path in (tmp_path / "deepspeed").rglob("*") if path.is_file()]
-    assert freed["deepspeed"] == sum(sizes)
-    assert [one["marked_whole"] for one in body["checkpoints"]] == [True, True, None, None]
+    assert body["checkpoints"][0]["freed_bytes"] == sum(sizes)
 
 
 def test_inspect_what_convert_reads(tmp_path: Path) -> None:
@@ -143,6 +145,11 @@ def test_inspect_what_convert_reads(tmp_path: Path) -> None:
     assert [line for line in lines if "does not carry" in line and "'epoch'" in line]
     states = "weight float32, exp_avg float32, exp_avg_sq float32"
     assert f"0 weight 4x3 float32 {states} 144 B" in lines
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    _, out, _ = call("inspect", tmp_path / "weights.pt")
+    command = out.splitlines()[-1].split()
+    assert command[:3] == ["tierstore", "convert", f"{tmp_path}/weights.pt"]
+    assert call(*command[1:])[0] == 0
 
 
 def test_inspect_a_run_without_commit(tmp_path: Path) -> None:

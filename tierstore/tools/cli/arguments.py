@@ -36,8 +36,10 @@ def size_of(option: str, text: str | None) -> int | None:
 
 def require_there(path: Path) -> None:
     """Refuse a path that does not exist, before torch is imported, which takes seconds."""
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{path} does not exist: name a run or a checkpoint")
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path} does not exist: name a run or a checkpoint") from error
 
 
 def note_interrupted_reshard(run: Path) -> None:

@@ -118,7 +118,8 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
     if summary.kind not in ("run", "checkpoint", "plain checkpoint"):
         source = shlex.quote(summary.path)
         yield "What to type next:"
-        yield plain(f"    tierstore convert {source} RUN --to tierstore --dry-run")
+        to = "RUN --to tierstore" if summary.hyperparameters else "DCP --to dcp --only model"
+        yield plain(f"    tierstore convert {source} {to} --dry-run")
     if summary.tensors:
         nbytes = format_bytes(sum(tensor.nbytes for tensor in summary.tensors))
         tensors = count(len(summary.tensors), "tensor")
@@ -133,14 +134,18 @@ def _ago(time_s: float) -> str:
     return f"{age_s / 60:.0f} min ago" if age_s < 7200 else f"{days_text(age_s / 86400)} ago"
 
 
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
+
+
 def _checkpoint_table(found: Sequence[Listed]) -> Iterator[str]:
     columns: dict[str, Callable[[Listed], object]] = {
         "checkpoint": lambda one: plain(one.name),
-        "kind": lambda one: one.kind,
+        "kind": lambda one: one.kind if one.in_use_by is None else f"{one.kind}, in use",
         "step": lambda one: "unknown" if one.step is None else one.step,
         "written": lambda one: _ago(one.written_at),
-        "size": lambda one: format_bytes(one.nbytes),
-        "removing frees": lambda one: format_bytes(one.freed_bytes),
+        "size": lambda one: _size(one.nbytes),
+        "removing frees": lambda one: _size(one.freed_bytes),
         "marked as whole": lambda one: {None: "", True: "yes", False: "no"}[one.marked_whole],
     }
     right = ("step", "written", "size", "removing frees")

@@ -118,8 +118,8 @@ def _read_whole(file: File, *, compare: bool) -> Any:
         raise
     except zipfile.BadZipFile as error:
         raise CorruptionError(
-            f"is not what torch.save wrote since version 1.6 ({error}): load it with torch.load "
-            "and save it again, if you trust it"
+            f"is cut off, or is not what torch.save writes since version 1.6 ({error}): copy it "
+            "again, or load it with torch.load and save it again, if you trust it"
         ) from error
     except Exception as error:  # Damage can make an archive raise anything.
         raise CorruptionError(f"cannot be read: {type(error).__name__}") from error

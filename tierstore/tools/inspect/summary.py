@@ -5,7 +5,6 @@ A summary can be made while the run is in use, because a manifest never changes.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -32,12 +31,12 @@ from tierstore.inspection.run_reader import (
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
 from tierstore.run.commit import Commit
-from tierstore.run.file_names import METADATA_NAME, Revision, manifest_name
+from tierstore.run.file_names import METADATA_NAME, Revision
 from tierstore.run.tagged_json import encode
 from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.convert import read_sources
 from tierstore.tools.convert.entries import BUFFER, Entry
-from tierstore.tools.inspect.folder import count_files, kind_at
+from tierstore.tools.inspect.folder import commit_times, count_files, kind_at
 
 # A run in use may remove manifests that are being read, except the last two.
 _TRIES = 5
@@ -84,7 +83,7 @@ class Summary:
     committed_at: float | None = None
     """Time at which a run committed the step, in seconds since 1970."""
     steps_per_hour: float | None = None
-    """Between the commits of a run that are still there; None if there is one only."""
+    """Between the commits since the run was last opened that are still there; None if one is."""
     run_id: str | None = None
     attempt: str | None = None
     world_size: int | None = None
@@ -148,7 +147,7 @@ def _summarize_run(root: Path) -> Summary:
         ranks = read_ranks(reader)
         newest = newest_commit(ranks)
         has_commits = any(rank.commits for rank in ranks)
-        if newest is not None or not has_commits:
+        if not reader.faults and (newest is not None or not has_commits):
             break
     summary = Summary(
         path=str(root),
@@ -182,12 +181,11 @@ def _summarize_run(root: Path) -> Summary:
 
 def _add_times(summary: Summary, root: Path, rank: Rank, newest: Revision) -> None:
     """Add when the run committed, and how fast, by the times of the files of one rank."""
-    times = {}
-    for revision in rank.manifests:
-        with contextlib.suppress(FileNotFoundError):  # The run in use has removed it.
-            times[revision] = (root / rank.folder / manifest_name(revision)).stat().st_mtime
+    times = commit_times(root, rank)
     summary.committed_at = times.get(newest)
-    before = min((r for r in times if r.epoch == newest.epoch), default=newest)
+    attempt = rank.manifests[newest].attempt  # A run may have been stopped before it.
+    since = (r for r in times if rank.manifests[r].attempt == attempt and r.epoch == newest.epoch)
+    before = min(since, default=newest)
     if newest in times and newest.step > before.step and times[newest] > times[before]:
         hours = (times[newest] - times[before]) / 3600
         summary.steps_per_hour = (newest.step - before.step) / hours
