@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from text import windows
@@ -105,8 +106,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(options.width, BYTE_VALUES, bias=False)
         self.register_buffer("rotary", rotary_angles(options.context), persistent=False)
         # A property of the machine and not a measurement, so a resumed run decides alike.
-        features = torch.cpu.get_capabilities()
-        on_cpu = features.get("avx512_bf16") or features.get("amx_bf16")
+        features = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        on_cpu = "avx512_bf16" in features or "amx_bf16" in features
         is_fast = on_cpu or torch.cuda.is_available()
         self.dtype = torch.bfloat16 if is_fast else torch.float32
 

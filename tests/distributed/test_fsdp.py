@@ -12,6 +12,7 @@ import pytest
 
 from tests.rank_programs.fsdp import LAYERS, MATRIX
 from tests.support.rank_pool import RankPool
+from tests.support.torch_version import torch_before
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +96,10 @@ def test_gradients_that_leave_are_summed_up_in_their_dtype(pool: RankPool, tmp_p
 
 
 def test_one_copy_of_a_gradient_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
-    """The copy of the smallest parameter, which has the hook."""
+    """The copy of the smallest parameter, which has the hook. torch 2.9 waits for none."""
     for waited_for, refusal in pool.run(2, "tests.rank_programs.fsdp:offloaded_copies", tmp_path):
         assert len(waited_for) >= 11  # Gradients, and parameters that are gathered.
-        assert sum(waited_for) == 1
+        assert sum(waited_for) == (0 if torch_before(2, 13) else 1)
         assert "2 ranks hold whole" in refusal
         assert "shard the model with FSDP2's fully_shard()" in refusal
 

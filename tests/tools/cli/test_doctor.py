@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -129,6 +129,7 @@ def test_a_gpu_with_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert f"good  {line}" in out
 
 
+@pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed")
 def test_a_gpu_without_triton_lanes_and_page_locking(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

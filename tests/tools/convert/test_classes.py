@@ -26,6 +26,7 @@ from tests.support.class_training import (
 from tests.support.commands import call
 from tests.support.conversions import no_trace
 from tests.support.small_net import one_group, save, small_net, states_of, train
+from tests.support.torch_version import torch_before
 from tierstore.layout import subgroups
 from tierstore.tools.convert import dcp as dcp_format
 from tierstore.tools.convert.convert import convert
@@ -170,6 +171,8 @@ def test_a_run_of_the_class(case: str, tmp_path: Path) -> None:
     for to, source in (("dcp", "in"), ("tierstore", "in"), ("dcp.pt", "dcp"), ("in.pt", "in")):
         convert(tmp_path / source, tmp_path / to, to="torch" if to.endswith(".pt") else to)
     for file in ("in.pt", "dcp.pt"):
+        if case == "Adagrad" and torch_before(2, 13):
+            break  # Adagrad of torch 2.9 takes no parameter without a state.
         own, optimizer = loaded(case, tmp_path / file)
         go_on(optimizer, own, FIRST, LAST)
         require_equal(own, optimizer.state_dict(), case)

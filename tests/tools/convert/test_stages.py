@@ -13,10 +13,15 @@ import muon
 import tierstore
 from tests.rank_programs.stages import Net, groups_of
 from tests.support.rank_pool import RankPool
+from tests.support.torch_version import torch_before
 from tierstore.tools.convert.convert import convert
 
 WORK = "tests.rank_programs.stages:train"
 STEPS = 2
+
+pytestmark = pytest.mark.skipif(
+    torch_before(2, 13), reason="pipelines of torch 2.9 abort in gloo, also without a store"
+)
 
 
 @pytest.fixture(scope="module")
