@@ -144,7 +144,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 _NEXT = {
     "tierstore": "TierStore({}, resume=True), and optimizer.restore() before the first step",
-    "dcp": "torch.distributed.checkpoint.load(state_dict, checkpoint_id={})",
+    "dcp": "optimizer.restore(checkpoint={0}) in a new run, or with stock PyTorch "
+    "torch.distributed.checkpoint.load(state_dict, checkpoint_id={0})",
     "torch": "torch.load({}, weights_only=True)",
     "safetensors": "from_pretrained({}), with the config.json of the model in that directory",
     "universal": "engine.load_checkpoint({}), with checkpoint.load_universal in DeepSpeed's config",
