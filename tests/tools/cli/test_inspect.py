@@ -152,6 +152,15 @@ def test_inspect_what_convert_reads(tmp_path: Path) -> None:
     assert call(*command[1:])[0] == 0
 
 
+def test_inspect_names_the_checkpoints_beside_the_last_weights(tmp_path: Path) -> None:
+    """The Trainer of transformers and save_model() write both into one directory."""
+    trainer = DEEPSPEED.parents[2] / "huggingface/trainer-llama/checkpoint"
+    shutil.copytree(trainer, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(trainer, tmp_path / "checkpoint-3")
+    _, out, _ = call("inspect", tmp_path)
+    assert "note: files of checkpoints in it count: inspect checkpoint-3" in out.splitlines()
+
+
 def test_inspect_a_run_without_commit(tmp_path: Path) -> None:
     Toy(tmp_path).store.close()
     code, out, _ = call("inspect", tmp_path)

@@ -200,6 +200,10 @@ def _summarize_foreign(root: Path, kind: str) -> Summary:
         summary.notes.append(f"the optimizer cannot be read: {error}")
     summary.step, summary.lost = contents.step, contents.lost
     summary.notes += contents.notes
+    # The Trainer of transformers writes its checkpoints into the directory of the final weights.
+    within = sorted(path.name for path in root.glob("checkpoint-*") if kind_at(path) is not None)
+    if within:
+        summary.notes.append(f"files of checkpoints in it count: inspect {', '.join(within)}")
     summary.hyperparameters = [
         {key: _encoded(value) for key, value in group.hyperparameters.items()}
         for group in contents.groups
