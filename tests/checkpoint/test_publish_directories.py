@@ -186,9 +186,9 @@ def test_verify_reads_every_page_in_its_directory(two: list[Path]) -> None:
 CHANGES: list[tuple[int, Callable[[dict[str, Any]], None], str]] = [
     (1, lambda body: body.update(striping_id="0" * 32), "of another run"),
     (1, lambda body: body.update(index=0), "of another directory of this one"),
-    (1, lambda body: body.update(weights=[10**12, 1]), "not the content of its kind"),
-    (0, lambda body: body.update(weights=[1]), "not the content of its kind"),
-    (0, lambda body: body.update(surprise=1), "not the content of its kind"),
+    (1, lambda body: body.update(weights=[10**12, 1]), "does not have the content of its kind"),
+    (0, lambda body: body.update(weights=[1]), "does not have the content of its kind"),
+    (0, lambda body: body.update(surprise=1), "does not have the content of its kind"),
     (0, lambda body: body.update(directories=["/1", "relative"]), "is not an absolute path"),
     (0, lambda body: body.update(directories=["/1", "/etc"]), "is missing"),
     (0, lambda body: body.update(directories=["/1", "/etc/passwd"]), "not a directory"),

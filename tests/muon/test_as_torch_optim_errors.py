@@ -30,7 +30,8 @@ from tests.support.stock_case import (
     two,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/torch-optim.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs/reference/torch-optim.md").read_text()
+PAGE = re.sub(r"\n *", " ", TEXT)
 
 
 def assert_listed(raised: pytest.ExceptionInfo[Exception]) -> None:

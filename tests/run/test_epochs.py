@@ -60,5 +60,5 @@ def test_the_first_epoch_is_not_in_the_file(tmp_path: Path) -> None:
 
 def test_an_epoch_is_a_count(tmp_path: Path) -> None:
     manifest = Manifest.from_bytes(first_manifest(tmp_path), "it")
-    with pytest.raises(CorruptionError, match="not the content of its kind"):
+    with pytest.raises(CorruptionError, match="does not have the content of its kind"):
         Manifest.from_bytes(replace(manifest, epoch=-1).to_bytes(), "it")
