@@ -167,6 +167,7 @@ def test_a_training_is_stopped_at_the_end_of_the_time(tmp_path: Path) -> None:
     assert "host: not run: 0 s were left" in printed
 
 
+@pytest.mark.long
 def test_a_name_that_there_is_not_is_refused(tmp_path: Path) -> None:
     done = run_benchmark("gpu_day.py", "peers", *TINY, "--only", "absent")
     assert done.returncode == 2

@@ -35,6 +35,7 @@ def test_ranks_on_the_disks_of_others(
     assert pool.run(3, parts, job, (0, 1, 2)) == [(2, repr(EXTRA))] * 3
 
 
+@pytest.mark.long
 def test_a_run_in_several_directories(pool: RankPool, tmp_path: Path) -> None:
     """Also where they are somewhere else by now, and to more ranks and back."""
     disks = [tmp_path / "disk-0", tmp_path / "disk-1"]

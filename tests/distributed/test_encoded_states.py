@@ -88,6 +88,7 @@ def test_flat_ranges_are_cut_between_blocks(ranks: int, pool: RankPool, tmp_path
     assert all(cut % 256 == 0 for cut in cuts)
 
 
+@pytest.mark.long
 def test_it_resumes(pool: RankPool, tmp_path: Path) -> None:
     case = Case(
         layout="fsdp",

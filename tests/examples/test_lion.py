@@ -102,6 +102,7 @@ def test_restart_goes_on(dtype: torch.dtype, tmp_path: Path) -> None:
         training.assert_identical(contents(run), resident(dtype))
 
 
+@pytest.mark.long
 def test_script_trains_and_goes_on(tmp_path: Path) -> None:
     done = [run_program(EXAMPLE, tmp_path / "run") for _ in range(2)]
     assert [each.returncode for each in done] == [0, 0], done

@@ -162,6 +162,7 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.long
 def test_neither_a_store_nor_a_step_loads_the_compiler() -> None:
     """Its import takes seconds."""
     subprocess.run([sys.executable, "-c", _ALONE], cwd=ROOT, check=True)

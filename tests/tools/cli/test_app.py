@@ -48,16 +48,16 @@ def test_commands_are_completed() -> None:
 
 
 def test_completion_is_installed_for_the_command(tmp_path: Path) -> None:
-    done = call_process("--install-completion", "bash", environment={"HOME": str(tmp_path)})
-    assert done.returncode == 0
+    """For the shell that it is called from."""
+    call = ('"$@"; exit $?', "--install-completion")  # Otherwise bash becomes the program.
+    assert run_in_shell(*call, HOME=str(tmp_path))[0] == 0
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert script.read_text().rstrip().endswith(" tierstore")
     assert str(script) in (tmp_path / ".bashrc").read_text()
     (tmp_path / "file").touch()
-    home = {"HOME": str(tmp_path / "file")}
-    done = call_process("--install-completion", "bash", environment=home)
-    assert done.returncode == 2
-    assert f"tierstore: {tmp_path}/file cannot be written: " in done.stderr
+    code, _, error = run_in_shell(*call, HOME=str(tmp_path / "file"))
+    assert code == 2
+    assert f"tierstore: {tmp_path}/file cannot be written: " in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)

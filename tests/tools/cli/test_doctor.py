@@ -52,6 +52,7 @@ def test_a_line_for_each_finding_and_each_remedy(tmp_path: Path) -> None:
     assert "packages: tierstore " in out
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 def test_a_directory_in_memory_is_slow() -> None:
     code, found = findings(Path("/dev/shm"))

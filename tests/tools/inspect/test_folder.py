@@ -92,6 +92,7 @@ def test_files(tmp_path: Path) -> None:
     assert found["ck-1.pt"].freed_bytes == (tmp_path / "ck-1.pt").stat().st_size
 
 
+@pytest.mark.long
 def test_what_this_user_may_not_read_is_listed(originals: Path, tmp_path: Path) -> None:
     for name in ("good", "closed", "files"):
         shutil.copytree(originals / "published", tmp_path / name)
