@@ -347,7 +347,7 @@ def test_what_cannot_be_removed_afterwards(
     (tmp_path / "run" / "resharded" / "strange").mkdir()
     job = job_of(tmp_path, "copies", store=RESUMED)
     assert checkpoints.work(job) == (3, repr(EXTRA))
-    assert "a checkpoint that the run no longer needs stays" in caplog.text
+    assert "a checkpoint that the run does not need any more stays" in caplog.text
     (left,) = (tmp_path / "run").glob(".resharded.tmp-*")
     (left / "strange").rmdir()
     assert checkpoints.work(job) == (3, repr(EXTRA))

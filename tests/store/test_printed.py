@@ -13,7 +13,7 @@ import torch
 import muon
 import tierstore
 from tests.support.thread_ranks import ThreadJob
-from tests.support.toy import Toy
+from tests.support.toy import Toy, step_on_two_ranks
 from tests.support.twins import parameter
 from tierstore.storage.memory import MemoryStorage
 
@@ -78,12 +78,7 @@ def test_a_store_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_a_run_of_other_ranks(tmp_path: Path) -> None:
-    def act(ranks: tierstore.pages.Ranks) -> None:
-        toy = Toy(tmp_path, process_group=ranks)
-        toy.step()
-        toy.store.close()
-
-    assert ThreadJob(2).run(act) == [None, None]
+    step_on_two_ranks(tmp_path)
     with (
         pytest.warns(UserWarning, match="from 2 to 1 ranks"),
         tierstore.TierStore(tmp_path, resume=True) as store,

@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import muon
 import tierstore
 from muon import newton_schulz
-from tests.support.thread_ranks import ThreadJob
-from tests.support.toy import Toy
+from tests.support.toy import step_on_two_ranks
 from tests.support.twins import parameter
 
 
@@ -94,6 +93,14 @@ def slow_bfloat16(path: Path) -> None:
     muon.Muon([weight]).step()
 
 
+def opened_again(path: Path) -> tuple[tierstore.TierStore, muon.Muon]:
+    """Return store and optimizer of a run with one step, before restore()."""
+    store, optimizer = run_of(path)
+    with store:
+        optimizer.step()
+    return run_of(path, resume=True)
+
+
 def other_values(path: Path) -> None:
     store, optimizer = run_of(path)
     with store:
@@ -103,10 +110,7 @@ def other_values(path: Path) -> None:
 
 
 def other_rates(path: Path) -> None:
-    store, optimizer = run_of(path)
-    with store:
-        optimizer.step()
-    store, optimizer = run_of(path, resume=True)
+    store, optimizer = opened_again(path)
     with store:
         optimizer.restore()
         LambdaLR(optimizer, lambda step: 0.5)
@@ -114,10 +118,7 @@ def other_rates(path: Path) -> None:
 
 
 def registered_since(path: Path) -> None:
-    store, optimizer = run_of(path)
-    with store:
-        optimizer.step()
-    store, optimizer = run_of(path, resume=True)
+    store, optimizer = opened_again(path)
     with store:
         store.register(more={"a": 1})
         optimizer.restore()
@@ -155,12 +156,7 @@ def _changed_after_a_step(path: Path) -> tierstore.TierStore:
 
 
 def other_ranks(path: Path) -> None:
-    def act(ranks: tierstore.pages.Ranks) -> None:
-        toy = Toy(path, process_group=ranks)
-        toy.step()
-        toy.store.close()
-
-    assert ThreadJob(2).run(act) == [None, None]
+    step_on_two_ranks(path)
     tierstore.TierStore(path, resume=True).close()
 
 

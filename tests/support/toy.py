@@ -16,6 +16,8 @@ import tierstore
 from tests.support import killed_processes, training
 from tests.support.faults import FaultyStorage
 from tests.support.kept import unwanted
+from tests.support.thread_ranks import ThreadJob
+from tierstore.ranks.peers import Ranks
 from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
 
@@ -186,3 +188,14 @@ def _train_and_die(
         (toy.step if call == "step" else getattr(toy.store, call))()
     if before is None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step_on_two_ranks(directory: Path) -> None:
+    """Leave a run of two ranks with one step."""
+
+    def step(ranks: Ranks) -> None:
+        toy = Toy(directory, process_group=ranks)
+        toy.step()
+        toy.store.close()
+
+    assert ThreadJob(2).run(step) == [None, None]

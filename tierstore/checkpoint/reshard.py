@@ -287,7 +287,7 @@ def end_reshard(run: Path) -> None:
             try:
                 remove(folder, name)
             except StorageError as error:
-                logger.warning("a checkpoint that the run no longer needs stays: %s", error)
+                logger.warning("a checkpoint that the run does not need any more stays: %s", error)
 
 
 def _leftovers(directory: Path) -> list[str]:

@@ -348,7 +348,7 @@ class Pager:
         self._pool.release_all()
 
     def free(self, pages: Iterable[Page]) -> None:
-        """Free the memory of pages whose content is no longer needed."""
+        """Free the memory of pages whose content is not needed any more."""
         for page in pages:
             page.buffer = page.device_buffer = None
             page.tier = Tier.NVME

@@ -356,8 +356,8 @@ class Committer(Progress):
             assert self.committed is not None
             mark_dirty(self.storage, self.committed.revision)
             self._dirty = True
-        # Use the spare even if the file is no longer shared: a reader of a removed checkpoint may
-        # still have the file open.
+        # Use the spare even if the file is not shared any more: a reader of a removed checkpoint
+        # may still have the file open.
         if name in self._spares:
             self._renamed = True
             self.storage.rename(spare_file(name), name)
@@ -376,7 +376,7 @@ class Committer(Progress):
         self._spares.update(sizes)
 
     def drop_spares(self) -> None:
-        """Remove the spare files of page files that are no longer shared."""
+        """Remove the spare files of page files that are not shared any more."""
         for name in list(self._spares):
             if not self.storage.is_shared(name):
                 self.storage.unlink(spare_file(name))
@@ -456,7 +456,7 @@ class Committer(Progress):
         """Start to make a step durable, after the commit in flight.
 
         Args:
-            manifest: the step. The caller no longer changes it.
+            manifest: the step. The caller does not change it any more.
             writes: writes of pages that may not have ended.
 
         Raises:
@@ -535,7 +535,7 @@ class Committer(Progress):
         self._forget_older([manifest] if before is None else [before, manifest])
 
     def _forget_older(self, remaining: Sequence[Manifest]) -> None:
-        """Remove the manifests and layouts that a restart no longer needs, and the dirty mark.
+        """Remove manifests and layouts that a restart does not need any more, and the dirty mark.
 
         Args:
             remaining: the last commits. A restart may find any of them.

@@ -21,7 +21,7 @@ class Ticket(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True if the kernel no longer uses the memory and the descriptors."""
+        """True if the kernel has finished with the memory and the descriptors."""
 
 
 TicketT = TypeVar("TicketT", bound=Ticket)

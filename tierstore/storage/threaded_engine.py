@@ -32,7 +32,7 @@ class ThreadedTicket:
 
     @property
     def ended(self) -> bool:
-        """True if the kernel no longer uses the memory and the descriptors."""
+        """True if the kernel has finished with the memory and the descriptors."""
         return self.end.is_set
 
 
@@ -172,7 +172,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
             with self._mutex:
                 self._stopping, self._can_wake = True, False
                 self._release_wake_up()
-            # Empty, unless an error ended the thread. The kernel no longer uses the memory.
+            # Empty, unless an error ended the thread. The kernel has finished with the memory.
             for ticket in list(self._unfinished):
                 ticket.outcome = (errno.EIO, ticket.offset)
                 self._end(ticket)

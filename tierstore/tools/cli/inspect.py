@@ -67,6 +67,7 @@ def inspect(
 
 
 def _summary_lines(summary: Summary) -> Iterator[str]:
+    from tierstore.inspection.kinds import TIERSTORE_KINDS
     from tierstore.run.tagged_json import decode
 
     step = f"step {summary.step}" if summary.step is not None else "no committed step"
@@ -115,7 +116,7 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
         yield f"{count(len(summary.parameters), 'parameter')}: {plain(totals)}"
     elif summary.tensors:
         yield from _tensor_table(summary)
-    if summary.kind not in ("run", "checkpoint", "plain checkpoint"):
+    if summary.kind not in TIERSTORE_KINDS:
         source = shlex.quote(summary.path)
         yield "What to type next:"
         to = "RUN --to tierstore" if summary.hyperparameters else "DCP --to dcp --only model"
