@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,9 @@ PACKAGE = str(Path(tierstore.__file__).parent)
 class InterruptedAfter:
     """Raises KeyboardInterrupt in the block where a signal would, after this number of calls.
 
-    Python looks for signals as it enters a function and when a C function has returned.
+    Python looks for signals as it enters a function and when a C function has returned. The
+    collector rests in the block: it would run destructors of what earlier tests left, where an
+    interrupt is lost.
 
     Args:
         calls: number of calls after which the interrupt comes.
@@ -27,11 +30,13 @@ class InterruptedAfter:
         self._path = path
 
     def __enter__(self) -> Self:
+        gc.disable()
         sys.setprofile(self._look)
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _look(self, frame: FrameType, event: str, _: object) -> None:
         if event in ("call", "c_return") and self._path in frame.f_code.co_filename:
