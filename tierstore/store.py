@@ -15,12 +15,13 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 
+from tierstore.checkpoint.checkpoints import Checkpoints
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.reshard import OtherRanks, look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.restore import Restore
 from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
-from tierstore.errors import StorageError, SweepError, TierstoreError
+from tierstore.errors import SweepError
 from tierstore.layout.parameters import PARAMETER_DTYPES
 from tierstore.pages import Pages
 from tierstore.paging import rank_checks
@@ -39,9 +40,8 @@ from tierstore.paging.tier_plan import (
 )
 from tierstore.paging.wear import Wear, rated_life
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Ranks, agree, together
+from tierstore.ranks.peers import Ranks, together
 from tierstore.ranks.roll_call import Calls
-from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import close_storage, open_committer
@@ -51,12 +51,8 @@ from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
-from tierstore.storage.paths import FULL
 from tierstore.units import parse_bytes
 from tierstore.user_warnings import warn_user
-
-# Ranks that wait for a verification meet this often.
-_VERIFYING_TURN_S = 1.0
 
 
 class TierStore:
@@ -165,7 +161,6 @@ class TierStore:
         }
         ranks = ranks_of(process_group, timeout_s=timeout)
         self._other_ranks: OtherRanks | None = None  # The run that restore() begins from.
-        self._publication: Publication | None = None  # A checkpoint that is being copied.
         opened_at = time.monotonic()
         with Releases() as opened:
             opened.add(ranks.close)
@@ -214,7 +209,7 @@ class TierStore:
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.add(progress.close)
             wear = Wear(life, directories, ranks, commit_every=commit_every, buffers=buffers)
-            self._verifier = verifier = Verifier()
+            verifier = Verifier()
             opened.add(verifier.close)
             usability = Usability(
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
@@ -255,6 +250,7 @@ class TierStore:
                 directory=directories or storage,
                 opened_at=opened_at,
             )
+            self._checkpoints = Checkpoints(self._session, verifier)
             self.pages = Pages(self._session)
             """The pages, for optimizers: see ``tierstore.pages``."""
             self._opened = opened
@@ -462,74 +458,9 @@ class TierStore:
                 failed.
             ThreadError, BudgetError: the system has no thread or memory for the verification.
         """
-        session = self._session
-        from tierstore.checkpoint.model_contents import contents_of
-        from tierstore.checkpoint.page_links import PageLinks
-        from tierstore.checkpoint.publish import Committed, publish
-
-        session.usability.require_restored()
-        committer = session.require_committer("checkpoint()")
-        with session.calls.together("checkpoint()"):
-            self._finish_publication()
-            # At an interrupt, tell other ranks not to wait for this rank.
-            with session.usability.failing(interrupts=session.ranks.world_size > 1):
-                # In short turns, because a rank with a slow disk may take long.
-                while not all(agree(session.ranks, "verify the last checkpoint", self._verify_on)):
-                    pass
-            together(session.ranks, "start to verify checkpoints", self._verifier.start)
-            self.synchronize()
-            manifest, table = committer.committed, session.table
-            page_files = []
-            if manifest is not None:
-                layout = committer.layout(table.layout_groups, table.layouts)
-                commit = Commit(manifest=manifest, layout=layout)
-                pages, spares = commit.pages(table.layouts), committer.provide_spares
-                page_files.append(PageLinks(committer.storage, commit, pages, spares))
-            committed = Committed(
-                peers=session.ranks,
-                page_files=page_files,
-                contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
-                model_prefix=model_prefix,
-                is_rewind=committer.rewound_step == committer.step,
-            )
-
-            def keep(publication: Publication) -> None:
-                self._publication = publication
-
-            try:
-                publication = publish(
-                    committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep
-                )
-            except BaseException as error:
-                if session.ranks.world_size > 1 and not isinstance(error, Exception):
-                    session.usability.fail(error)  # Other ranks are in the middle of publishing.
-                with contextlib.suppress(StorageError):  # The user has to fix the first error.
-                    committer.drop_spares()
-                if isinstance(error, StorageError) and error.errno in FULL:
-                    with contextlib.suppress(OSError, TierstoreError):
-                        self._explain_full_disk(error, Path(path).absolute().parent)
-                raise
-            (links,) = page_files
-
-            def is_in_run(page: CommittedPage) -> bool:
-                assert committer.committed is not None
-                entry = committer.committed.entries.get(page.number)
-                return links.is_linked(page) and entry == page.entry
-
-            self._verifier.begin(links, publication, is_in_run)
-            return publication
-
-    def _explain_full_disk(self, error: StorageError, parent: Path) -> None:
-        """Add to an error of checkpoint() the space it needs, and files that could be removed."""
-        from tierstore.checkpoint.retention import advice_on_full_disk
-
-        session = self._session
-        committer = session.require_committer("checkpoint()")
-        assert committer.committed is not None
-        nbytes = sum(page.layout.nbytes for page in session.table.pages)
-        with contextlib.closing(committer.storage.folder(str(parent))) as folder:
-            run_id, step = committer.committed.run_id, committer.committed.step
-            error.add_note(advice_on_full_disk(folder, run_id, step, nbytes))
+        return self._checkpoints.publish(
+            path, model, self.synchronize, keep_last=keep_last, model_prefix=model_prefix
+        )
 
     @not_compiled
     @torch.no_grad()
@@ -606,9 +537,9 @@ class TierStore:
         session.given.forget()
         restore = Restore(session, check)
         if checkpoint is not None and rewind:
-            self._settle_publication()
+            self._checkpoints.settle()
             step = restore.rewound(checkpoint, self._synchronize)
-            self._verifier.forget()
+            self._checkpoints.forget()
             return step
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
@@ -620,7 +551,7 @@ class TierStore:
         if not (usability.awaits_restore or was_changed):
             together(session.ranks, "check the step", lambda: check(CommittedStep(step=0)))
             return 0
-        self._settle_publication()  # It reads files that recovery would remove.
+        self._checkpoints.settle()  # It reads files that recovery would remove.
         return restore.from_commit()
 
     # -- The store itself.
@@ -659,7 +590,7 @@ class TierStore:
         self._close(synchronize=True)
 
     def _close(self, *, synchronize: bool) -> None:
-        session = self._session
+        session, checkpoints = self._session, self._checkpoints
         usability = session.usability
         if usability.is_forked:
             return
@@ -673,9 +604,9 @@ class TierStore:
             stack.callback(self._opened.close)
             stack.callback(setattr, usability, "closed", True)
             if synchronize:
-                stack.callback(self._finish_verification)
+                stack.callback(checkpoints.finish_verification)
             # After an error in the program, only the log reports the outcome of the copy.
-            stack.callback(self._finish_publication if synchronize else self._settle_publication)
+            stack.callback(checkpoints.finish_copy if synchronize else checkpoints.settle)
             if synchronize and usability.has_directory and not usability.failure:
                 committer = session.require_committer("close()")
                 if usability.awaits_restore:  # Nothing was written since the run was opened.
@@ -706,25 +637,6 @@ class TierStore:
         if error is not None:
             self._session.ranks.fail(error, other_group=True)
         self._close(synchronize=kind is None)
-
-    def _verify_on(self) -> bool:
-        return self._verifier.wait(_VERIFYING_TURN_S)
-
-    def _finish_verification(self) -> None:
-        """Wait until the last checkpoint was verified, unless the store has failed."""
-        session = self._session
-        if session.usability.failure is None:
-            with session.usability.failing(interrupts=False):
-                self._verifier.wait()
-
-    def _finish_publication(self) -> None:
-        publication, self._publication = self._publication, None
-        if publication is not None:
-            publication.wait()
-
-    def _settle_publication(self) -> None:
-        if self._publication is not None:
-            self._publication.settle()
 
 
 def _check_gradients(offload_gradients: str | None, gradient_dtype: torch.dtype | None) -> None:

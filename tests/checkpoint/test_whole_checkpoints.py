@@ -685,7 +685,7 @@ def test_ranks_wait_for_a_slow_disk_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the wait would be limited by the time that a rank may take to a collective."""
-    monkeypatch.setattr("tierstore.store._VERIFYING_TURN_S", 0.01)
+    monkeypatch.setattr("tierstore.checkpoint.checkpoints._VERIFYING_TURN_S", 0.01)
     meetings = [0]
     waited = threading.Event()
 
@@ -722,7 +722,7 @@ def test_an_interrupt_of_a_rank_that_waits_is_told_to_the_others(
         publish_steps(toy, tmp_path / "folder", "a")
         toy.step()
         if ranks.rank == 0:
-            verifier = toy.store._verifier
+            verifier = toy.store._checkpoints._verifier
             monkeypatch.setattr(verifier, "wait", mock.Mock(side_effect=KeyboardInterrupt))
         try:
             publish(toy, tmp_path / "folder/b")

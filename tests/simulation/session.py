@@ -455,5 +455,5 @@ class Session:
 def settle(store: TierStore) -> None:
     """Wait until the threads of a store are idle, whatever they have found."""
     store._session.committer.settle()
-    if store._verifier._verification is not None:
-        store._verifier._verification.wait()
+    if store._checkpoints._verifier._verification is not None:
+        store._checkpoints._verifier._verification.wait()

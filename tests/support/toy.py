@@ -96,7 +96,7 @@ class Toy:
 
 def verified(store: tierstore.TierStore) -> None:
     """Wait until the last checkpoint was read, whatever was found."""
-    verification = store._verifier._verification
+    verification = store._checkpoints._verifier._verification
     if verification is not None:  # No call has raised what it found.
         verification.wait()
 
