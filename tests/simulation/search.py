@@ -22,7 +22,8 @@ import torch
 from tests.simulation.call_errors import ErrorSimulation, RankKilledSimulation
 from tests.simulation.fault_simulation import FaultSimulation, WriteBackSimulation
 from tests.simulation.moves import MoveSimulation
-from tests.simulation.mutants import Mutant, mutants
+from tests.simulation.mutant import Mutant
+from tests.simulation.mutants import mutants
 from tests.simulation.second_process import SecondProcessSimulation
 from tests.simulation.simulator import PROMISES, RecoverySimulation, Simulation, Violation
 

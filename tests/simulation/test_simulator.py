@@ -19,7 +19,8 @@ from tests.simulation.fault_simulation import FaultSimulation, WriteBackSimulati
 from tests.simulation.log import Weakening
 from tests.simulation.many import go_through
 from tests.simulation.moves import KINDS, MoveSimulation
-from tests.simulation.mutants import Mutant, mutants
+from tests.simulation.mutant import Mutant
+from tests.simulation.mutants import mutants
 from tests.simulation.plan import MOVING_KINDS
 from tests.simulation.search import DOCUMENT, THEMES, killer, replayed
 from tests.simulation.second_process import SecondProcessSimulation
