@@ -8,6 +8,7 @@ then on, no failure removes the checkpoint.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import threading
@@ -29,9 +30,11 @@ from tierstore.errors import CheckpointError, RunDirectoryError, StorageError
 from tierstore.ranks.peers import Peers, agree, on_rank_0, together
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
+    IDENTITY_NAME,
     MARKER_NAME,
     METADATA_NAME,
     RESHARDED_NAME,
+    STRIPING_NAME,
     UNPAGED_NAME,
     published_layout,
     published_manifest,
@@ -86,8 +89,8 @@ def publish(
             returns it or is interrupted.
 
     Raises:
-        CheckpointError: ``path`` exists or cannot be made, or a checkpoint cannot hold a value of
-            the model.
+        CheckpointError: ``path`` exists, cannot be made, or is in a directory of a rank; or a
+            checkpoint cannot hold a value of the model.
         StorageError: the disk refused, for example because it is full. Nothing is left of the
             checkpoint.
         CorruptionError: a copied page is not what was committed. Nothing is left.
@@ -158,6 +161,13 @@ class _Publishing:
                 f"{path!r} cannot name a checkpoint: give a directory whose name is not "
                 f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
             )
+        for directory in Path(os.path.realpath(absolute)).parents:
+            if any((directory / found).exists() for found in (IDENTITY_NAME, STRIPING_NAME)):
+                # The directory is removed if the run gets fewer ranks.
+                raise CheckpointError(
+                    f"{path!r} is in {directory}, which belongs to a rank of a run: name a "
+                    "directory outside of it"
+                )
         if not committed.page_files:
             raise CheckpointError("the run has no step to publish yet: do a step first")
         self._peers = committed.peers

@@ -17,7 +17,7 @@ from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.kinds import kind_of, refuse_in_use
 from tierstore.inspection.page_file import check_page
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.run_reader import Rank, missing_ranks, newest_commit, read_ranks
+from tierstore.inspection.run_reader import missing_ranks, newest_commit, read_ranks
 from tierstore.ranks.peers import Alone
 from tierstore.run.commit import CommittedPage, load_commit
 from tierstore.run.directories import whole_run
@@ -46,8 +46,8 @@ def publish_run(
             and of all bytes.
 
     Raises:
-        CheckpointError: ``run`` is not a run, lacks ranks, or may not be read by this user; or
-            ``out`` is in ``run``; or as in publish().
+        CheckpointError: ``run`` is not a run, lacks ranks, or may not be read by this user; or as
+            in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish_whole().
@@ -63,7 +63,6 @@ def publish_run(
             f"checkpoint {run / RESHARDED_NAME}: copy this checkpoint, begin from it with "
             "restore(checkpoint=), or start the job again with resume=True and publish then"
         )
-    _require_outside(run, ranks, out)
     missing = missing_ranks(ranks)
     if missing is not None:
         raise CheckpointError(
@@ -72,16 +71,6 @@ def publish_run(
         )
     with whole_run([run], find_others=True) as storages:
         return publish_whole(list(storages.values()), out, verify=verify, on_progress=on_progress)
-
-
-def _require_outside(run: Path, ranks: Sequence[Rank], out: Path) -> None:
-    """Refuse a checkpoint in a directory of the run. It would be removed with the run."""
-    striped = (path for rank in ranks if rank.striping for path in rank.striping.directories)
-    for directory in (run, *(Path(path).parent for path in striped)):
-        if directory.resolve() in (out.resolve(), *out.resolve().parents):
-            raise CheckpointError(
-                f"{out} lies in the run directory {directory}: name a directory outside of it"
-            )
 
 
 def publish_whole(

@@ -19,6 +19,7 @@ from tests.support.commands import call, call_process
 from tests.support.originals import STEPS, TWIN, committed_pages, flip
 from tests.support.striped_runs import made
 from tests.support.toy import MODEL, RANK, Toy, resumed
+from tierstore.errors import CheckpointError
 from tierstore.run.opening import LOCK_TIMEOUT_S
 from tierstore.tools.inspect import verify
 
@@ -85,20 +86,23 @@ def test_a_run_directory_may_hold_other_files(run: Path, tmp_path: Path) -> None
     assert verify.verify(tmp_path / "out").good
 
 
-@pytest.mark.parametrize("inside", ["inside", "checkpoints/3", f"{RANK}/3", "../link/3"])
-def test_a_checkpoint_within_the_run_is_refused(inside: str, run: Path, tmp_path: Path) -> None:
-    (run / "checkpoints").mkdir()
-    (tmp_path / "link").symlink_to(run / "checkpoints")
+@pytest.mark.parametrize("inside", [f"{RANK}/3", "../link/3"])
+def test_a_checkpoint_within_a_rank_is_refused(inside: str, run: Path, tmp_path: Path) -> None:
+    """The directory of a rank is removed when the run goes on on fewer ranks."""
+    (tmp_path / "link").symlink_to(run / RANK)
     code, out, err = call("checkpoint", run, run / inside)
     assert (code, out, (run / inside).exists()) == (2, "", False)
-    assert f"{run / inside} lies in the run directory {run}: name a directory outside" in err
+    assert f"is in {run / RANK}, which belongs to a rank of a run: name a directory outside" in err
+    store = resumed(run, STEPS, groups=[*MODEL, [TWIN]]).store
+    with store, pytest.raises(CheckpointError, match="belongs to a rank"):
+        store.checkpoint(run / inside)
 
 
 def test_a_checkpoint_within_another_directory_of_the_run_is_refused(tmp_path: Path) -> None:
     made([tmp_path / "one", tmp_path / "two"])
-    code, _, err = call("checkpoint", tmp_path / "one", tmp_path / "two/inside")
+    code, _, err = call("checkpoint", tmp_path / "one", tmp_path / "two" / RANK / "inside")
     assert code == 2
-    assert f"lies in the run directory {tmp_path}/two" in err
+    assert f"is in {tmp_path}/two/{RANK}" in err
     assert call("checkpoint", "--verify", tmp_path / "one", tmp_path / "out")[0] == 0
     assert verify.verify(tmp_path / "out").good
 
