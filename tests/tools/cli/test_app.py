@@ -87,6 +87,10 @@ def test_help_does_not_import_torch() -> None:
         ("plan absent", "a plan needs drives, such as"),
         ("fit absent --drives 4x3.84TB@7/5GB/s --tokens many", "--tokens must be a number such as"),
         ("fit absent --tokens 1M --drives 2x", "drives must look like"),
+        ("fit absent --tokens 1M --drives 1x2TB@7/5GB/s", "absent cannot be read"),
+        ("fit absent --largest --tokens 1M --drives 1x2TB@7/5GB/s", "is not a known family"),
+        ("fit qwen3 --tokens 1M --drives 1x2TB@7/5GB/s", "is a family of models: name one of"),
+        ("plan absent --drives 1x2TB@7/5GB/s", "absent cannot be read"),
     ],
 )
 def test_wrong_paths_and_sizes_are_told_before_torch_is_imported(

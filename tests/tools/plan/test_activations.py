@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tierstore.tools.plan.activations import activations_of
-from tierstore.tools.plan.families import model_named
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.memory import job_activations
-from tierstore.tools.plan.model_files import model_from_listing
+from tierstore.tools.plan.model_files import model_from_listing, read_model
 from tierstore.tools.plan.models import Model
 
 TOKENS = 4096
@@ -48,8 +47,7 @@ def test_logits_of_some_tokens_at_once() -> None:
 
 
 def test_a_token_visits_some_experts() -> None:
-    model = model_named("deepseek-v3")
-    assert model is not None
+    model = read_model("deepseek-v3")
     kept = activations_of(model, 1, checkpointing=False, loss_tokens=None)
     # 58 layers with 8 of 256 experts, whose gate and up are one matrix, and a shared one.
     experts = 58 * 8 * ((2 * 2048 + 7168) + (7168 + 2048))

@@ -10,12 +10,11 @@ import pytest
 
 from tierstore.errors import PlanError
 from tierstore.tools.plan.drives import parse_drives
-from tierstore.tools.plan.families import families, model_named, sizes_of
+from tierstore.tools.plan.families import families, sizes_of
 from tierstore.tools.plan.fit import Fit, fit_job, options_of
 from tierstore.tools.plan.footprint import StoreOptions
 from tierstore.tools.plan.job import Job
-from tierstore.tools.plan.model_files import model_from_listing
-from tierstore.tools.plan.models import Model
+from tierstore.tools.plan.model_files import model_from_listing, read_model
 from tierstore.tools.plan.plan import Plan, Planner, choose
 from tierstore.tools.plan.rates import Rates, assumed_rates
 from tierstore.tools.plan.search import Search
@@ -23,12 +22,6 @@ from tierstore.tools.plan.search import Search
 GIB, GB = 2**30, 10**9
 CARD = {"gpus": 1, "gpu_memory": 24 * GIB, "host_memory": 64 * GIB}
 DRIVE = "1x2TB@7/5GB/s,1200TBW"
-
-
-def named(name: str) -> Model:
-    model = model_named(name)
-    assert model is not None
-    return model
 
 
 def machine(drives: str = DRIVE, **fields: Any) -> tuple[Job, dict[bool, Rates]]:
@@ -42,7 +35,7 @@ def machine(drives: str = DRIVE, **fields: Any) -> tuple[Job, dict[bool, Rates]]
 
 def fitted(name: str, algorithm: str = "adamw", **fields: Any) -> Fit:
     job, rates = machine(**fields)
-    return fit_job(named(name), job, rates, algorithm=algorithm)
+    return fit_job(read_model(name), job, rates, algorithm=algorithm)
 
 
 def titles(found: Fit) -> dict[str, Plan]:
@@ -121,7 +114,7 @@ def test_the_nearest_machines_if_nothing_fits() -> None:
         assert "instead of" in one.change or "more host memory" in one.change
     job, rates = machine(gpus=1, gpu_memory=24 * GIB, host_memory=32 * GIB)
     assert "GPUs of 24 GiB instead of 16.0 GiB" in {one.change for one in found.nearest}
-    assert fit_job(named("llama-3.1-8b"), job, rates, algorithm="adamw").plans
+    assert fit_job(read_model("llama-3.1-8b"), job, rates, algorithm="adamw").plans
 
 
 @pytest.mark.long
@@ -187,7 +180,7 @@ def test_the_search_has_the_figures_of_plans(
 ) -> None:
     """Every tenth setting that is found, laid out as a store would."""
     job, rates = machine(**fields)
-    chosen, model = choose(None, algorithm), named(name)
+    chosen, model = choose(None, algorithm), read_model(name)
     search = Search(model, chosen.plan, chosen.algorithm, rates)
     settings = list(search.settings(job, is_exact=True))
     assert len({options for one in settings for options in options_of(one.job)}) > 5
@@ -241,11 +234,11 @@ def test_families_have_the_parameters_that_are_published() -> None:
     names = [f"{family}-{size}" for family in families() for size in sizes_of(family)]
     assert sorted(names) == sorted(PUBLISHED)
     for name, billions in PUBLISHED.items():
-        count = named(name).parameter_count / 1e9
+        count = read_model(name).parameter_count / 1e9
         digits = 2 - math.floor(math.log10(billions))
         assert round(count, digits) == billions, name
     # Of DeepSeek-V3's parameters, a token passes through 37 billion.
-    assert named("deepseek-v3").active_count / 1e9 == pytest.approx(37, rel=0.02)
+    assert read_model("deepseek-v3").active_count / 1e9 == pytest.approx(37, rel=0.02)
     with pytest.raises(PlanError, match="'gpt-9' is not a known family of models"):
         sizes_of("gpt-9")
 

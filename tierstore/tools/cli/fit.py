@@ -47,6 +47,7 @@ from tierstore.tools.cli.plan_screen import (
     wear_lines,
 )
 from tierstore.tools.plan.drives import SECONDS_PER_DAY
+from tierstore.tools.plan.families import config_of, sizes_of
 from tierstore.tools.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes
 
@@ -105,7 +106,11 @@ def fit(
             settings=settings,
         )
 
-        from tierstore.tools.plan.families import sizes_of
+        names = [model]
+        if largest:
+            names = [Path(f"{model}-{size}") for size in reversed(sizes_of(f"{model}"))]
+        config_of(names[0])  # Told before the imports.
+
         from tierstore.tools.plan.fit import fit_job, fits
         from tierstore.tools.plan.job import Job
 
@@ -113,12 +118,9 @@ def fit(
         job = Job(**values)
         rates = rates_of(job, measured, network, pcie)
         nvme_bytes = None if measured is None else measured.free_bytes
-        names = (
-            [f"{model}-{size}" for size in reversed(sizes_of(f"{model}"))] if largest else [model]
-        )
         given: dict[str, Any] = {"algorithm": algorithm, "nvme_bytes": nvme_bytes}
         for name in names:  # The smallest size is answered if none fits.
-            found = model_of(Path(name), dtype)
+            found = model_of(name, dtype)
             if name == names[-1] or fits(found, job, rates, **given):
                 answer = fit_job(found, job, rates, **given)
                 if answer.plans:

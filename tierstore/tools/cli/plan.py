@@ -41,6 +41,7 @@ from tierstore.tools.cli.machine import (
     write_file,
 )
 from tierstore.tools.cli.output import write_json, write_lines
+from tierstore.tools.plan.families import config_of
 
 if TYPE_CHECKING:
     from tierstore.tools.plan.footprint import StoreOptions
@@ -143,6 +144,7 @@ def plan(
             used=used,
             settings=settings,
         )
+        config_of(model)  # Told before the imports.
 
         from tierstore.errors import BudgetError
         from tierstore.tools.cli.plan_screen import advice, screen

@@ -1,13 +1,20 @@
-"""Models by name: families of published models, with the sizes in their ``config.json``."""
+"""Models by name: families of published models, with the sizes in their ``config.json``.
+
+Imports no torch: a wrong name is told at once.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from tierstore.errors import PlanError
-from tierstore.tools.plan.model_configs import parameters_of
-from tierstore.tools.plan.models import Model
+
+MODEL_EXPECTED = (
+    "name a config.json, a directory with one, a listing of parameters, or a model such as "
+    "llama-3.1-8b"
+)
 
 _GROUPED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -115,17 +122,28 @@ def sizes_of(family: str) -> list[str]:
     )
 
 
-def model_named(name: str) -> Model | None:
-    """Return a model by family and size, such as "llama-3.1-8b", in bfloat16; None: not known."""
-    family, _, size = name.lower().rpartition("-")
-    config: Mapping[str, Any] | None = None
-    if family in _DENSE:
-        common, sizes = _DENSE[family]
-        if size in sizes:
-            config = {**common, **dict(zip(_GROUPED, sizes[size], strict=True))}
+def config_of(model: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the config of a model by family and size, in bfloat16; None if ``model`` is a path.
+
+    Example: "llama-3.1-8b".
+
+    Raises:
+        PlanError: neither a path that can be read nor a known name.
+    """
+    try:
+        os.stat(model)
+    except (OSError, ValueError) as error:
+        absent = error
     else:
-        config = _OTHERS.get(family, {}).get(size)
-    if config is None:
         return None
-    found = parameters_of({**config, "dtype": "bfloat16"})
-    return Model(name.lower(), found.parameters)
+    name = os.fspath(model).lower()
+    family, _, size = name.rpartition("-")
+    common, sizes = _DENSE.get(family, ({}, {}))
+    if size in sizes:
+        return {**common, **dict(zip(_GROUPED, sizes[size], strict=True)), "dtype": "bfloat16"}
+    if size in _OTHERS.get(family, {}):
+        return {**_OTHERS[family][size], "dtype": "bfloat16"}
+    if name in families():
+        known = ", ".join(f"{model}-{size}" for size in sizes_of(name))
+        raise PlanError(f"{model} is a family of models: name one of {known}")
+    raise PlanError(f"{model} cannot be read ({absent}): {MODEL_EXPECTED}")

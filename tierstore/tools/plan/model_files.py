@@ -18,7 +18,7 @@ from tierstore.layout.records import RECORD_DIMENSIONS_MAX
 from tierstore.run.sealed import parse_json
 from tierstore.storage.paths import Entry, get_file
 from tierstore.tools.plan.config_values import shown
-from tierstore.tools.plan.families import families, model_named, sizes_of
+from tierstore.tools.plan.families import MODEL_EXPECTED, config_of
 from tierstore.tools.plan.model_configs import parameters_of
 from tierstore.tools.plan.models import DTYPES, ELEMENTS_MAX, Model, ModelParameter
 from tierstore.units import format_bytes
@@ -37,18 +37,14 @@ def read_model(path: str | os.PathLike[str]) -> Model:
 
     Args:
         path: a config, a listing, a directory with a ``config.json``, or the name of a model; see
-            ``model_named``. Links are followed: caches of downloads consist of them.
+            ``config_of()``. Links are followed: caches of downloads consist of them.
 
     Raises:
         PlanError: it cannot be read, is not such a file, or describes no model that is known.
     """
-    named = model_named(os.fspath(path))
-    if not os.path.exists(path):
-        if named is not None:
-            return named
-        if os.fspath(path).lower() in families():
-            sizes = ", ".join(f"{path}-{size}" for size in sizes_of(os.fspath(path)))
-            raise PlanError(f"{path} is a family of models: name one of {sizes}")
+    config = config_of(path)
+    if config is not None:
+        return Model(os.fspath(path).lower(), parameters_of(config).parameters)
     file = Path(path, _CONFIG) if os.path.isdir(path) else Path(path)
     values = _object_of(_content(file), f"{file}")
     if "model_type" not in values:
@@ -74,20 +70,16 @@ def model_from_listing(listing: str | Mapping[str, Any]) -> Model:
 
 def _content(file: Path) -> bytes:
     """Return the bytes of a file that is not too long."""
-    expected = (
-        f"name a {_CONFIG}, a directory with one, a listing of parameters, or a model such as "
-        "llama-3.1-8b"
-    )
     try:
         target = Path(os.path.realpath(file))
         nbytes = target.stat().st_size
         data = get_file(Entry.of(target)) if nbytes <= FILE_BYTES_MAX else None
     except (OSError, ValueError, StorageError, CorruptionError) as error:
-        raise PlanError(f"{file} cannot be read ({error}): {expected}") from error
+        raise PlanError(f"{file} cannot be read ({error}): {MODEL_EXPECTED}") from error
     if data is None:
         raise PlanError(
             f"{file} has {format_bytes(nbytes)}, at most {format_bytes(FILE_BYTES_MAX)} are read: "
-            f"{expected}"
+            f"{MODEL_EXPECTED}"
         )
     return data
 
