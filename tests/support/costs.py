@@ -26,6 +26,10 @@ class Costs:
         self._fixtures_s = 0.0
         self._costs: dict[str, float] = {}
 
+    def pytest_collection_finish(self) -> None:
+        """Let the first test begin here."""
+        self._used_before_s = self._used_s()
+
     def _used_s(self) -> float:
         """Return the processor time of this process and its descendants, in seconds."""
         total = 0.0
@@ -53,7 +57,6 @@ class Costs:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Note the time until a test's fixtures are taken down."""
         self._fixtures_s = 0.0
-        self._begin_s = self._used_s()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -63,8 +66,10 @@ class Costs:
         """Give the last report of a test its processor time, which xdist then carries."""
         report = yield
         if call.when == "teardown":  # What a test patched, as calls of the system, is there again.
-            used = self._used_s() - self._begin_s - self._fixtures_s
-            report.user_properties.append((_PROPERTY, used))
+            used_s = self._used_s()
+            cost = used_s - self._used_before_s - self._fixtures_s
+            self._used_before_s = used_s
+            report.user_properties.append((_PROPERTY, cost))
             report.user_properties.append(("long", item.get_closest_marker("long") is not None))
         return report
 
