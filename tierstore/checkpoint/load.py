@@ -135,7 +135,7 @@ class CheckpointSource:
         }
         self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
         counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
-        self.step = values.step(counts)
+        self.step = 0 if self.is_weights_alone else values.step(counts)
         self.committed = CommittedStep(step=self.step)
         if commits:
             manifests = [commit.manifest for commit in commits]

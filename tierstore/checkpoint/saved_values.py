@@ -21,6 +21,9 @@ from tierstore.layout.state_parts import nested
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
 
+STEP_KEY = "tierstore.step"
+"""Key of the step in a DCP checkpoint that `tierstore convert` wrote."""
+
 _GROUPS = ("optimizer", "param_groups")
 
 
@@ -126,12 +129,18 @@ class StockValues:
         """Keys of groups under which scalar() has found scalars of parameters."""
 
     def step(self, counts: Sequence[float]) -> int:
-        """Return the largest step count of any parameter or group; 0 without step counts.
+        """Return the step that a conversion wrote, or the largest of the step counts.
+
+        Args:
+            counts: the step counts of parameters. If empty, those of groups count; 0 without any.
 
         Raises:
             CheckpointError: the number cannot be a step.
         """
-        if not counts:  # The class counts in its groups, as SOAP does.
+        if STEP_KEY in self._entries.keys:
+            written = as_number(self._entries.value(STEP_KEY))
+            counts = [-1.0 if written is None else written]
+        elif not counts:  # The class counts in its groups, as SOAP does.
             of_groups = (as_number(self.hyperparameters(n).get("step")) for n in self._stepped)
             counts = [count for count in of_groups if count is not None]
         step = max(counts, default=0.0)

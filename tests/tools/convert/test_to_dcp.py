@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import muon
 import tierstore
 from tests.rank_programs.checkpoints import EXTRA, Job
 from tests.support.kept import commit_with
@@ -165,6 +166,24 @@ def test_step_and_extra_come_back(tmp_path: Path) -> None:
     assert repr(contents.extra) == repr({"kept": {"state": EXTRA}})
     assert contents.groups[1].hyperparameters["betas"] == (0.8, 0.95)
     assert contents.scalars["hidden.bias"] == {"step": 1.0}
+
+
+def test_a_run_begins_at_the_step_of_a_rule_without_counts(tmp_path: Path) -> None:
+    """Muon has no step count of a parameter: the step stands apart."""
+    weight = nn.Parameter(torch.eye(4))
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon([("weight", weight)], store=store)
+        for _ in range(2):
+            weight.grad = torch.ones(4, 4)
+            optimizer.step()
+    to_dcp(tmp_path / "run", tmp_path / "out")
+    with tierstore.TierStore(tmp_path / "new") as store:
+        assert muon.Muon([("weight", weight)], store=store).restore(tmp_path / "out") == 2
+        assert store.step == 2
+    convert(tmp_path / "run", tmp_path / "model.safetensors", to="safetensors")
+    to_dcp(tmp_path / "model.safetensors", tmp_path / "weights")
+    with tierstore.TierStore(tmp_path / "other") as store:
+        assert muon.Muon([("weight", weight)], store=store).restore(tmp_path / "weights") == 0
 
 
 class Odd(nn.Module):

@@ -28,7 +28,7 @@ from tierstore.checkpoint.dcp_writer import (
     model_path,
     state_paths,
 )
-from tierstore.checkpoint.saved_values import parameter_of
+from tierstore.checkpoint.saved_values import STEP_KEY, parameter_of
 from tierstore.checkpoint.stored_paths import MODELS, TRAINER, Paths, at_top, path_text
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
@@ -61,7 +61,7 @@ from tierstore.tools.convert.written_file import open_written
 
 _DATA_NAME = "__0_0.distcp"  # The name that DCP gives to the file of a single rank.
 
-_STEP, _EXTRA = "tierstore.step", "tierstore.extra"
+_EXTRA = "tierstore.extra"
 
 
 def recognizes(path: Path) -> bool:
@@ -112,7 +112,7 @@ def _read(path: Path, reading: Reading) -> Contents:
         values=contents.values,
         aliases=contents.aliases,
         dtypes=_dtypes(path),
-        step=int(entries.value(_STEP)) if _STEP in paths else None,
+        step=int(entries.value(STEP_KEY)) if STEP_KEY in paths else None,
         extra=tagged_json.decode(extra),
         lost=[*contents.lost, *lost, *_others(others)],
     )
@@ -182,7 +182,7 @@ def _model_paths(paths: Paths, masters: Collection[str]) -> tuple[Paths, Paths]:
     model: dict[str, EntryPath] = {}
     others: dict[str, EntryPath] = {}
     for key, path in paths.items():
-        if path_text(path).startswith("optimizer.") or key in (_STEP, _EXTRA):
+        if path_text(path).startswith("optimizer.") or key in (STEP_KEY, _EXTRA):
             others[key] = path
         elif prefixed or (masters and not bare):
             (model if path[0] in model_heads and path[1:] else others)[key] = path
@@ -350,7 +350,7 @@ def _others(paths: Paths) -> Iterator[str]:
     heads = Counter(
         str(path[0]).split(".")[0]
         for key, path in paths.items()
-        if not path_text(path).startswith(known) and key not in (_STEP, _EXTRA)
+        if not path_text(path).startswith(known) and key not in (STEP_KEY, _EXTRA)
     )
     for head, count in heads.items():
         yield f"{head!r}: {count} values of neither the model nor its optimizer"
@@ -460,7 +460,7 @@ class Writer:
         for name, value in contents.values.items():
             catalog.add_value([model_path(self._prefix, name)], value, ("value", name))
         if contents.step is not None:
-            catalog.add_value([("tierstore", "step")], contents.step, _STEP)
+            catalog.add_value([("tierstore", "step")], contents.step, STEP_KEY)
         if contents.extra is not None:
             text = json.dumps(tagged_json.encode(contents.extra))
             catalog.add_value([("tierstore", "extra")], text, _EXTRA)
