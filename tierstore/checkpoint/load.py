@@ -136,10 +136,16 @@ class CheckpointSource:
         self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
         counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
         self.step = 0 if self.is_weights_alone else values.step(counts)
-        self.committed = CommittedStep(step=self.step)
-        if commits:
+        if isinstance(values, CommittedValues):
             manifests = [commit.manifest for commit in commits]
             self.committed = committed_step(manifests, peers.rank, peers.world_size)
+        elif self.is_weights_alone:
+            self.committed = CommittedStep(step=0)
+        else:  # A conversion keeps one set of states.
+            several = peers.world_size > 1
+            self.committed = CommittedStep(
+                step=self.step, tagged=values.states, of_other_ranks=several
+            )
 
     def fill(self, page: PageView) -> None:
         """Read masters and states of a page, and round the masters into the parameters."""

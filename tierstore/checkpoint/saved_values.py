@@ -20,9 +20,11 @@ from tierstore.layout.parameters import STEPPED
 from tierstore.layout.state_parts import nested
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
+from tierstore.run.manifest import are_states
+from tierstore.run.sealed import body_errors, is_count, parse_json, require
 
-STEP_KEY = "tierstore.step"
-"""Key of the step in a DCP checkpoint that `tierstore convert` wrote."""
+STEP_KEY, EXTRA_KEY = "tierstore.step", "tierstore.extra"
+"""Keys of the step and of registered states in a DCP checkpoint that `tierstore convert` wrote."""
 
 _GROUPS = ("optimizer", "param_groups")
 
@@ -136,11 +138,12 @@ class StockValues:
 
         Raises:
             CheckpointError: the number cannot be a step.
+            CorruptionError: a conversion does not write this.
         """
-        if STEP_KEY in self._entries.keys:
-            written = as_number(self._entries.value(STEP_KEY))
-            counts = [-1.0 if written is None else written]
-        elif not counts:  # The class counts in its groups, as SOAP does.
+        written = converted_step(self._entries)
+        if written is not None:
+            return written
+        if not counts:  # The class counts in its groups, as SOAP does.
             of_groups = (as_number(self.hyperparameters(n).get("step")) for n in self._stepped)
             counts = [count for count in of_groups if count is not None]
         step = max(counts, default=0.0)
@@ -205,6 +208,15 @@ class StockValues:
                 "nested dicts and lists"
             ) from error
 
+    @property
+    def states(self) -> dict[str, Any]:
+        """Name -> registered state that a conversion wrote, in the form of a manifest.
+
+        Raises:
+            CorruptionError: a conversion does not write this.
+        """
+        return converted_states(self._entries) or {}
+
     @cached_property
     def _stepped(self) -> set[str]:
         """The names of parameters with states."""
@@ -266,6 +278,35 @@ def parameter_of(key: str, path: EntryPath) -> str:
     if path[:2] == ("optimizer", "state") and len(path) > 3:
         return str(path[2])
     return key.removeprefix("optimizer.state.").rpartition(".")[0]
+
+
+def converted_step(entries: StoredEntries) -> int | None:
+    """Return the step that a conversion wrote; None without such an entry.
+
+    Raises:
+        CorruptionError: a conversion does not write this.
+    """
+    if STEP_KEY not in entries.keys:
+        return None
+    with body_errors(f"{entries.path}: {STEP_KEY}"):
+        step: int = entries.value(STEP_KEY)
+        require(is_count(step))
+    return step
+
+
+def converted_states(entries: StoredEntries) -> dict[str, Any] | None:
+    """Return name -> registered state, in the form of a manifest; None without such an entry.
+
+    Raises:
+        CorruptionError: a conversion does not write this.
+    """
+    if EXTRA_KEY not in entries.keys:
+        return None
+    with body_errors(f"{entries.path}: {EXTRA_KEY}"):
+        found: dict[str, Any] = parse_json(entries.value(EXTRA_KEY).encode())
+        require(are_states(found))
+        tagged_json.decode(found)
+    return found
 
 
 def as_number(value: Any) -> float | None:

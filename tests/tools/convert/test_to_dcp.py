@@ -23,6 +23,10 @@ from tests.support.published import (
     tensors_in,
 )
 from tests.support.rank_pool import RankPool
+from tests.support.small_net import begun, save, small_net, states_of, stock_adamw, train
+from tests.support.thread_ranks import ThreadJob
+from tests.support.toy import Toy
+from tierstore.ranks.peers import Ranks
 from tierstore.tools.convert import dcp as format_
 from tierstore.tools.convert.convert import Conversion, convert
 from tierstore.tools.convert.options import Reading
@@ -184,6 +188,53 @@ def test_a_run_begins_at_the_step_of_a_rule_without_counts(tmp_path: Path) -> No
     to_dcp(tmp_path / "model.safetensors", tmp_path / "weights")
     with tierstore.TierStore(tmp_path / "other") as store:
         assert muon.Muon([("weight", weight)], store=store).restore(tmp_path / "weights") == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_registered_states_come_back(count: int, tmp_path: Path) -> None:
+    """States of random generators come back to one rank: several would draw the same numbers."""
+    toy = Toy(tmp_path / "run")
+    toy.store.register(common={"epoch": 3}, random=tierstore.RandomState())
+    toy.step()
+    torch.manual_seed(5)
+    toy.store.close()
+    committed = torch.rand(2)
+    to_dcp(tmp_path / "run", tmp_path / "out")
+
+    def act(ranks: Ranks) -> tuple[int, Any]:
+        toy = Toy(tmp_path / "new", process_group=ranks)
+        common: dict[str, int] = {}
+        toy.store.register(common=common, random=tierstore.RandomState())
+        step = toy.store.restore(tmp_path / "out")
+        toy.store.close()
+        return step, common
+
+    own = torch.rand(2, generator=torch.Generator().manual_seed(6))
+    torch.manual_seed(6)
+    assert ThreadJob(count).run(act) == [(1, {"epoch": 3})] * count
+    assert torch.equal(torch.rand(2), committed if count == 1 else own)
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        *(("extra", text) for text in ("{", "[]", '{"of": {"$unknown": 1}}', "[" * 5000, 7)),
+        *(("step", value) for value in ("7", -1, 2.0, float("inf"), [1], torch.tensor([1, 2]))),
+    ],
+)
+def test_values_that_no_conversion_writes_are_damage(
+    key: str, written: Any, tmp_path: Path
+) -> None:
+    net = small_net()
+    optimizer = stock_adamw(net)
+    train(net, optimizer, [1])
+    model, states = states_of(net, optimizer)
+    save({"model": model, "optimizer": states, f"tierstore.{key}": written}, tmp_path / "saved")
+    damage = f"saved: tierstore.{key} does not have the content of its kind"
+    with pytest.raises(tierstore.CorruptionError, match=damage):
+        convert(tmp_path / "saved", tmp_path / "out", to="torch")
+    with pytest.raises(tierstore.CorruptionError, match=damage):
+        begun(tmp_path / "saved", tmp_path / "run")
 
 
 class Odd(nn.Module):

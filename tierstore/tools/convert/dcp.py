@@ -28,7 +28,13 @@ from tierstore.checkpoint.dcp_writer import (
     model_path,
     state_paths,
 )
-from tierstore.checkpoint.saved_values import STEP_KEY, parameter_of
+from tierstore.checkpoint.saved_values import (
+    EXTRA_KEY,
+    STEP_KEY,
+    converted_states,
+    converted_step,
+    parameter_of,
+)
 from tierstore.checkpoint.stored_paths import MODELS, TRAINER, Paths, at_top, path_text
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
@@ -60,8 +66,6 @@ from tierstore.tools.convert.pipeline import Piece, bytes_of
 from tierstore.tools.convert.written_file import open_written
 
 _DATA_NAME = "__0_0.distcp"  # The name that DCP gives to the file of a single rank.
-
-_EXTRA = "tierstore.extra"
 
 
 def recognizes(path: Path) -> bool:
@@ -102,7 +106,6 @@ def _read(path: Path, reading: Reading) -> Contents:
     }
     names = [entry.parameter for entry in (*contents.entries, *states)]
     groups = _groups(entries, others, names, states, flags)
-    extra = json.loads(entries.value(_EXTRA)) if _EXTRA in paths else None
     return Contents(
         source="dcp",
         wrapped=reading.wrapped,
@@ -112,8 +115,8 @@ def _read(path: Path, reading: Reading) -> Contents:
         values=contents.values,
         aliases=contents.aliases,
         dtypes=_dtypes(path),
-        step=int(entries.value(STEP_KEY)) if STEP_KEY in paths else None,
-        extra=tagged_json.decode(extra),
+        step=converted_step(entries),
+        extra=tagged_json.decode(converted_states(entries)),
         lost=[*contents.lost, *lost, *_others(others)],
     )
 
@@ -182,7 +185,7 @@ def _model_paths(paths: Paths, masters: Collection[str]) -> tuple[Paths, Paths]:
     model: dict[str, EntryPath] = {}
     others: dict[str, EntryPath] = {}
     for key, path in paths.items():
-        if path_text(path).startswith("optimizer.") or key in (STEP_KEY, _EXTRA):
+        if path_text(path).startswith("optimizer.") or key in (STEP_KEY, EXTRA_KEY):
             others[key] = path
         elif prefixed or (masters and not bare):
             (model if path[0] in model_heads and path[1:] else others)[key] = path
@@ -350,7 +353,7 @@ def _others(paths: Paths) -> Iterator[str]:
     heads = Counter(
         str(path[0]).split(".")[0]
         for key, path in paths.items()
-        if not path_text(path).startswith(known) and key not in (STEP_KEY, _EXTRA)
+        if not path_text(path).startswith(known) and key not in (STEP_KEY, EXTRA_KEY)
     )
     for head, count in heads.items():
         yield f"{head!r}: {count} values of neither the model nor its optimizer"
@@ -463,7 +466,7 @@ class Writer:
             catalog.add_value([("tierstore", "step")], contents.step, STEP_KEY)
         if contents.extra is not None:
             text = json.dumps(tagged_json.encode(contents.extra))
-            catalog.add_value([("tierstore", "extra")], text, _EXTRA)
+            catalog.add_value([("tierstore", "extra")], text, EXTRA_KEY)
 
 
 def _record_chunks(entry: Entry) -> Iterator[Chunk]:
