@@ -440,7 +440,8 @@ class TierStore:
 
         Args:
             path: the directory; must be absent or empty, or a checkpoint of this run of steps
-                that a rewind has abandoned. Such a checkpoint is replaced.
+                that a rewind has abandoned. Such a checkpoint is replaced. It may be in the run
+                directory, but not in the directory of a rank.
             model: adds the tensors that are not paged: buffers, frozen parameters, and the
                 further names of tied parameters. None: paged state only.
             keep_last: number of checkpoints of this run to keep next to ``path``. The oldest are
@@ -449,8 +450,9 @@ class TierStore:
             model_prefix: prefix of the names of the model's parameters; torchtitan uses "".
 
         Raises:
-            CheckpointError: ``path`` is not empty or cannot be created, no step was done yet, or
-                the model does not match or cannot be stored. Nothing was published.
+            CheckpointError: ``path`` is not empty, cannot be created, or is in the directory of a
+                rank; no step was done yet; or the model does not match or cannot be stored. Nothing
+                was published.
             StorageError: a file operation failed, for example on a full disk. Nothing is left of
                 the checkpoint.
             CorruptionError: a copied page is not what was committed. Nothing is left of the

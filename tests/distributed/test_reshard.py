@@ -316,6 +316,14 @@ def test_the_commands_know_when_it_means_nothing(root: Path, tmp_path: Path) -> 
     assert (done.exit_code, done.stderr) == (0, "")
 
 
+def test_a_checkpoint_beside_the_ranks_stays(root: Path, tmp_path: Path) -> None:
+    directory = copied(root, tmp_path)
+    publish_run(directory / "run", directory / "run" / "kept")
+    checkpoints.work(job_of(directory, "copies", store=RESUMED))
+    assert names_in(directory / "run") == ["kept", "rank-00000"]
+    assert verify(directory / "run" / "kept").good
+
+
 def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
     """It is the user's: nothing takes it for what a reshard left, or removes it."""
     directory = copied(root, tmp_path)

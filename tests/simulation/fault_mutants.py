@@ -1,4 +1,4 @@
-"""Protocols that are wrong when a disk fails, a program is moved, or a write-back fails."""
+"""Protocols that are wrong when a disk or a write-back fails, or a run is moved."""
 
 from __future__ import annotations
 

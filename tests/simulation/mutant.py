@@ -102,7 +102,7 @@ MOVING = Settings(
 
 
 def patch(place: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what replaces an attribute of a class or module in a block."""
+    """Return a call that replaces an attribute of a class or module in a block."""
     return lambda: mock.patch.object(place, name, value)
 
 

@@ -23,11 +23,11 @@ class Costs:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._fixtures_s = 0.0
+        self._used_before_s = self._fixtures_s = 0.0
         self._costs: dict[str, float] = {}
 
     def pytest_collection_finish(self) -> None:
-        """Let the first test begin here."""
+        """Measure the first test from here."""
         self._used_before_s = self._used_s()
 
     def _used_s(self) -> float:
@@ -55,7 +55,7 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Note the time until a test's fixtures are taken down."""
+        """Forget the fixtures of the test before."""
         self._fixtures_s = 0.0
         return (yield)
 

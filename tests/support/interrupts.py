@@ -17,8 +17,8 @@ class InterruptedAfter:
     """Raises KeyboardInterrupt in the block where a signal would, after this number of calls.
 
     Python looks for signals as it enters a function and when a C function has returned. The
-    collector rests in the block: it would run destructors of what earlier tests left, where an
-    interrupt is lost.
+    collector rests in the block: it would run destructors of earlier tests, and a destructor loses
+    an interrupt.
 
     Args:
         calls: number of calls after which the interrupt comes.

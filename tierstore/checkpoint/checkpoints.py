@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.checkpoint.page_links import PageLinks
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.verification import Verifier
 from tierstore.errors import StorageError, TierstoreError
@@ -22,7 +23,7 @@ _VERIFYING_TURN_S = 1.0
 
 
 class Checkpoints:
-    """Publishes the last step of a store, and remembers a copy and a verification in progress.
+    """Publishes the last step of a store, and waits for copies and verifications in progress.
 
     Args:
         session: the open store.
@@ -32,7 +33,7 @@ class Checkpoints:
     def __init__(self, session: Session, verifier: Verifier) -> None:
         self._session = session
         self._verifier = verifier
-        self._copied: Publication | None = None  # A checkpoint that is being copied.
+        self._copying: Publication | None = None
 
     def publish(
         self,
@@ -51,12 +52,15 @@ class Checkpoints:
             synchronize: makes the last step durable.
             keep_last: number of checkpoints to keep.
             model_prefix: prefix of the names of the model's parameters.
+
+        Returns:
+            The checkpoint, which may still be copied.
         """
-        session = self._session
+        # These import torch.distributed.checkpoint, which takes a second.
         from tierstore.checkpoint.model_contents import contents_of
-        from tierstore.checkpoint.page_links import PageLinks
         from tierstore.checkpoint.publish import Committed, publish
 
+        session = self._session
         session.usability.require_restored()
         committer = session.require_committer("checkpoint()")
         with session.calls.together("checkpoint()"):
@@ -84,7 +88,7 @@ class Checkpoints:
             )
 
             def keep(publication: Publication) -> None:
-                self._copied = publication
+                self._copying = publication
 
             try:
                 publication = publish(
@@ -110,22 +114,30 @@ class Checkpoints:
             return publication
 
     def finish_verification(self) -> None:
-        """Wait until the last checkpoint was verified, unless the store has failed."""
+        """Wait until the last checkpoint was verified, unless the store has failed.
+
+        Raises:
+            CorruptionError, StorageError: as in Verifier.wait(). The store has then failed.
+        """
         session = self._session
         if session.usability.failure is None:
             with session.usability.failing(interrupts=False):
                 self._verifier.wait()
 
     def finish_copy(self) -> None:
-        """Wait until the last checkpoint was copied, and raise an error of the copy once."""
-        publication, self._copied = self._copied, None
+        """Wait until the last checkpoint was copied.
+
+        Raises:
+            CorruptionError, StorageError: as in Publication.wait(), once.
+        """
+        publication, self._copying = self._copying, None
         if publication is not None:
             publication.wait()
 
     def settle(self) -> None:
         """Wait until the copy has ended, but do not raise its error."""
-        if self._copied is not None:
-            self._copied.settle()
+        if self._copying is not None:
+            self._copying.settle()
 
     def forget(self) -> None:
         """Discard the result of the last verification: the run now has other files."""

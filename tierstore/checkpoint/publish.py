@@ -7,6 +7,7 @@ then on, no failure removes the checkpoint.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ from tierstore.run.file_names import (
     RESHARDED_NAME,
     STRIPING_NAME,
     UNPAGED_NAME,
+    folder_rank,
     published_layout,
     published_manifest,
     published_page,
@@ -89,7 +91,7 @@ def publish(
             returns it or is interrupted.
 
     Raises:
-        CheckpointError: ``path`` exists, cannot be made, or is in a directory of a rank; or a
+        CheckpointError: ``path`` exists or cannot be made, or as in checked_place(); or a
             checkpoint cannot hold a value of the model.
         StorageError: the disk refused, for example because it is full. Nothing is left of the
             checkpoint.
@@ -127,6 +129,40 @@ def publish(
     return publishing.publication
 
 
+def checked_place(path: str, *, for_reshard: bool = False) -> Path:
+    """Return the absolute path of a checkpoint.
+
+    Args:
+        path: the directory that the user names.
+        for_reshard: whether a run is published in itself, to go on on other ranks.
+
+    Raises:
+        CheckpointError: a checkpoint cannot have this name, or a run would remove the directory
+            when it goes on on fewer ranks.
+    """
+    absolute = Path(path).absolute()  # Not abspath(): the system follows links before "..".
+    name = absolute.name
+    if not name or name.startswith((".", "rank-")) or (name == RESHARDED_NAME and not for_reshard):
+        raise CheckpointError(
+            f"{path!r} cannot name a checkpoint: give a directory whose name is not "
+            f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
+        )
+    for directory in Path(os.path.realpath(absolute)).parents:
+        is_named = folder_rank(directory.name) is not None or directory.name == RESHARDED_NAME
+        if is_named and _is_run(directory.parent):
+            raise CheckpointError(
+                f"{path!r} is in {directory}, which a run uses and may remove: name a directory "
+                "outside of it"
+            )
+    return absolute
+
+
+def _is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run. Directories of users may also be called rank-*."""
+    folder = glob.escape(str(directory))
+    return any(glob.glob(f"{folder}/rank-*/{name}") for name in (IDENTITY_NAME, STRIPING_NAME))
+
+
 class _Publishing:
     """One attempt to publish, on one rank.
 
@@ -153,21 +189,8 @@ class _Publishing:
             raise ValueError(
                 f'model_prefix must be a name and a dot, or "", got {committed.model_prefix!r}'
             )
-        absolute = Path(path).absolute()  # Not abspath(): the system follows links before "..".
-        self._name = name = absolute.name
-        is_reserved = name == RESHARDED_NAME and not committed.for_reshard
-        if not name or name.startswith((".", "rank-")) or is_reserved:
-            raise CheckpointError(
-                f"{path!r} cannot name a checkpoint: give a directory whose name is not "
-                f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
-            )
-        for directory in Path(os.path.realpath(absolute)).parents:
-            if any((directory / found).exists() for found in (IDENTITY_NAME, STRIPING_NAME)):
-                # The directory is removed if the run gets fewer ranks.
-                raise CheckpointError(
-                    f"{path!r} is in {directory}, which belongs to a rank of a run: name a "
-                    "directory outside of it"
-                )
+        absolute = checked_place(path, for_reshard=committed.for_reshard)
+        self._name = absolute.name
         if not committed.page_files:
             raise CheckpointError("the run has no step to publish yet: do a step first")
         self._peers = committed.peers

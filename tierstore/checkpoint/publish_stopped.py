@@ -11,7 +11,7 @@ from pathlib import Path
 from tierstore.checkpoint.model_contents import paged_contents
 from tierstore.checkpoint.page_links import PageLinks
 from tierstore.checkpoint.publication import Publication
-from tierstore.checkpoint.publish import Committed, publish
+from tierstore.checkpoint.publish import Committed, checked_place, publish
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.kinds import kind_of, refuse_in_use
@@ -54,6 +54,7 @@ def publish_run(
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
+    checked_place(os.fspath(out))  # Before everything is read.
     reader = Reader(run)
     refuse_in_use(reader)  # Refuse at once: whole_run() would wait for the lock.
     ranks = read_ranks(reader)

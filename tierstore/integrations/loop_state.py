@@ -106,7 +106,7 @@ def require_own(committed: CommittedStep, key: str, maker: str, processes: int |
     if step and (key in committed.unequal or (committed.of_other_ranks and processes)):
         raise ValueError(
             f"step {step} of the store was committed by {maker} of another number of processes, "
-            "which had other batches: continue it with as many processes"
+            "which had other batches, or was converted: continue the run with as many processes"
         )
 
 

@@ -14,9 +14,9 @@ from tierstore.paging.sweep import SteppedPages
 
 
 class Rule(torch.optim.Optimizer, ABC):
-    """What is in pages, how a step changes them, and which hyperparameters are right.
+    """The methods of a subclass of PagedOptimizer: contents of pages, step, hyperparameters.
 
-    A rule defines ``paged_parameter()`` and ``step_pages()``. The other methods have defaults.
+    A subclass defines ``paged_parameter()`` and ``step_pages()``. The other methods have defaults.
     """
 
     @abstractmethod

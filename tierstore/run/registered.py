@@ -37,7 +37,8 @@ class CommittedStep:
     tagged: Mapping[str, Any] = field(default_factory=dict)
     """Name -> state, as tagged_json.encode() returns it."""
     of_other_ranks: bool = False
-    """True if the number of ranks of the commit differs from the number of ranks of this job."""
+    """True if a state is not of each rank of this job: the ranks of the commit were more or fewer,
+    or a conversion has kept one set of states."""
     unequal: Sequence[str] = ()
     """Names whose states differ between the ranks of the commit. No rank gets these back."""
 
@@ -189,8 +190,8 @@ class Registered:
         for name, given in self._objects.items():
             if committed.of_other_ranks and isinstance(given, RandomState):
                 logger.warning(
-                    "step %d was committed by another number of ranks: the random generators %r "
-                    "keep the seeds of this program",
+                    "step %d does not have states of each rank of this job: the random generators "
+                    "%r keep the seeds of this program",
                     committed.step,
                     name,
                 )

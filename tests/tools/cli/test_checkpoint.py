@@ -86,16 +86,39 @@ def test_a_run_directory_may_hold_other_files(run: Path, tmp_path: Path) -> None
     assert verify.verify(tmp_path / "out").good
 
 
-@pytest.mark.parametrize("inside", [f"{RANK}/3", "../link/3"])
-def test_a_checkpoint_within_a_rank_is_refused(inside: str, run: Path, tmp_path: Path) -> None:
-    """The directory of a rank is removed when the run goes on on fewer ranks."""
+@pytest.mark.parametrize("inside", [f"{RANK}/3", "../link/3", "rank-00005/3", "resharded/3"])
+def test_a_checkpoint_that_the_run_would_remove_is_refused(
+    inside: str, run: Path, tmp_path: Path
+) -> None:
+    """When it goes on on fewer ranks, it removes what was resharded, and further ranks."""
     (tmp_path / "link").symlink_to(run / RANK)
-    code, out, err = call("checkpoint", run, run / inside)
+    code, out, err = call("checkpoint", "--verify", run, run / inside)
     assert (code, out, (run / inside).exists()) == (2, "", False)
-    assert f"is in {run / RANK}, which belongs to a rank of a run: name a directory outside" in err
+    where = (run / inside).resolve().parent
+    assert f"is in {where}, which a run uses and may remove: name a directory outside of it" in err
     store = resumed(run, STEPS, groups=[*MODEL, [TWIN]]).store
-    with store, pytest.raises(CheckpointError, match="belongs to a rank"):
+    with store, pytest.raises(CheckpointError, match="which a run uses and may remove"):
         store.checkpoint(run / inside)
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoints", "../rank-00000", "../resharded"])
+def test_a_checkpoint_may_be_beside_the_ranks(folder: str, run: Path) -> None:
+    """And in directories of users with the names of directories of runs."""
+    (run.parent / "run.json").write_text("of another program")
+    for name in ("rank-00000", "resharded"):
+        (run.parent / name).mkdir()
+    assert call("checkpoint", run, run / folder / "a")[0] == 0
+    with resumed(run, STEPS, groups=[*MODEL, [TWIN]]).store as store:
+        store.checkpoint(run / folder / "b")
+    Toy(run, overwrite=True).store.close()
+    for name in "ab":
+        assert verify.verify(run / folder / name).good
+
+
+def test_a_path_that_cannot_be_made_is_refused(run: Path, tmp_path: Path) -> None:
+    code, out, err = call("checkpoint", run, tmp_path / ("a" * 300) / "out")
+    assert (code, out) == (2, "")
+    assert "cannot be used as a directory: File name too long" in err
 
 
 def test_a_checkpoint_within_another_directory_of_the_run_is_refused(tmp_path: Path) -> None:

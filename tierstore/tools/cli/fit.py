@@ -109,7 +109,7 @@ def fit(
         names = [model]
         if largest:
             names = [Path(f"{model}-{size}") for size in reversed(sizes_of(f"{model}"))]
-        config_of(names[0])  # Told before the imports.
+        config_of(names[0])  # A wrong name is refused before the slow imports.
 
         from tierstore.tools.plan.fit import fit_job, fits
         from tierstore.tools.plan.job import Job

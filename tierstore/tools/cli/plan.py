@@ -144,7 +144,7 @@ def plan(
             used=used,
             settings=settings,
         )
-        config_of(model)  # Told before the imports.
+        config_of(model)  # A wrong name is refused before the slow imports.
 
         from tierstore.errors import BudgetError
         from tierstore.tools.cli.plan_screen import advice, screen

@@ -1,6 +1,6 @@
 """Models by name: families of published models, with the sizes in their ``config.json``.
 
-Imports no torch: a wrong name is told at once.
+Does not import torch, so that a wrong name is refused at once.
 """
 
 from __future__ import annotations
@@ -123,15 +123,16 @@ def sizes_of(family: str) -> list[str]:
 
 
 def config_of(model: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the config of a model by family and size, in bfloat16; None if ``model`` is a path.
+    """Return the config of a known model, with parameters of bfloat16; None for a path.
 
-    Example: "llama-3.1-8b".
+    Args:
+        model: a path; or, if there is none, family and size, such as "llama-3.1-8b".
 
     Raises:
         PlanError: neither a path that can be read nor a known name.
     """
     try:
-        os.stat(model)
+        os.stat(os.path.abspath(model))
     except (OSError, ValueError) as error:
         absent = error
     else:
@@ -146,4 +147,4 @@ def config_of(model: str | os.PathLike[str]) -> dict[str, Any] | None:
     if name in families():
         known = ", ".join(f"{model}-{size}" for size in sizes_of(name))
         raise PlanError(f"{model} is a family of models: name one of {known}")
-    raise PlanError(f"{model} cannot be read ({absent}): {MODEL_EXPECTED}")
+    raise PlanError(f"{model} cannot be read ({absent}): {MODEL_EXPECTED}") from absent
