@@ -12,11 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pytorch_optimizer import SOAP, ScheduleFreeAdamW, Shampoo
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import tierstore
 from tests.support.class_training import PAGES, gradient, parameters
 from tests.support.rank_pool import RankPool
+from tierstore.tools.convert.convert import convert
 
 SHAPES = ((7, 5), (6, 6), (4,))
 
@@ -155,6 +160,74 @@ class Odd(torch.optim.Optimizer):
                 if p.grad is not None:
                     self.keeps(self, self.state[p], p, group["number"])
                     p.sub_(p.grad, alpha=group["lr"])
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps an int, a float, and momentum."""
+
+    def __init__(self, params: Any, lr: float = 0.125) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, decayed=1.0, momentum=torch.zeros_like(p))
+                state["step"] += 1
+                state["decayed"] *= 0.5
+                state["momentum"].lerp_(p.grad, 0.25)
+                p.sub_(state["momentum"], alpha=group["lr"] / state["step"] + state["decayed"])
+
+
+def trained(
+    steps: range, run: Path | None = None, begin: Path | None = None, publish: Path | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The class after these steps: as it is, or in a run that begins from a checkpoint."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    store = None if run is None else tierstore.TierStore(run)
+    optimizer: Any = Counting(model.parameters())
+    if store is not None:
+        optimizer = tierstore.Paged(model.named_parameters(), Counting, store=store)
+        assert begin is None or optimizer.restore(checkpoint=begin) == steps.start - 1
+    for step in steps:
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = gradient(step, index, parameter)
+        optimizer.step()
+    if store is not None:
+        with store:
+            store.checkpoint(publish, model=model)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("way", ["published", "resumed", "converted", "torch"])
+def test_a_class_that_counts_in_ints_loads_a_checkpoint(way: str, tmp_path: Path) -> None:
+    """Stock DCP loads it into the class, also after a restore and without a further step."""
+    trained(range(1, 4), tmp_path / "run", publish=tmp_path / "published")
+    if way == "resumed":
+        trained(range(4, 4), tmp_path / "new", tmp_path / "published", tmp_path / "resumed")
+    if way in ("converted", "torch"):
+        to = "dcp" if way == "converted" else "torch"
+        convert(tmp_path / "run", tmp_path / way, to=to)
+    model, optimizer = trained(range(1, 2))
+    if way == "torch":
+        saved = torch.load(tmp_path / way, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    else:
+        states, numbers = get_state_dict(model, optimizer)
+        loaded = {"model": states, "optimizer": numbers}
+        dcp.load(loaded, checkpoint_id=tmp_path / way, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=numbers)
+    expected, other = trained(range(1, 4))
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for name, value in other.state[theirs].items():
+            found = optimizer.state[mine][name]
+            assert type(found) is type(value)
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(value))
 
 
 def _exchanged(optimizer: Any, state: Any, p: Any, number: int) -> None:

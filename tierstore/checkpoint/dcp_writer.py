@@ -278,9 +278,9 @@ NUMBERS = ("step", "mu", "eta", "mu_product")
 def state_number(name: str, number: float) -> torch.Tensor | float:
     """Return a number in the state of a parameter, as a tensor if torch.optim has it as a tensor.
 
-    The tensor is float32, or float64 if float32 is not exact.
+    The tensor is float32, or float64 if float32 is not exact. An int stays an int.
     """
-    if name not in NUMBERS:
+    if name not in NUMBERS or type(number) is int:
         return number
     exact = torch.tensor(number, dtype=torch.float64, device="cpu")
     step = exact.to(torch.float32)

@@ -325,7 +325,7 @@ class PagedOptimizer(Rule):
             self._hook_reads()
 
     def _begin_scalars(self, committed: int = 0) -> None:
-        """Set the scalars of a new optimizer for parameters that have no scalars.
+        """Set the scalars of a new optimizer for parameters without any, and the types of all.
 
         Args:
             committed: number of groups with states. Conversions write no STEPPED for them.
@@ -335,7 +335,8 @@ class PagedOptimizer(Rule):
                 if STEPPED in initial:
                     initial[STEPPED] = float(number < committed)
                 for parameter in group.parameters:
-                    self.store.pages.scalars.setdefault(parameter.name, dict(initial))
+                    found = self.store.pages.scalars.setdefault(parameter.name, dict(initial))
+                    found.update(_of_types(initial, found))
 
     def _hook_reads(self) -> None:
         """Start the reads of the next step when one small parameter gets its gradient.
@@ -595,7 +596,8 @@ class PagedOptimizer(Rule):
             for name in [p.name for p in group.parameters if p.name in states]:
                 given = {**initial, STEPPED: float(self.stepped(states[name])), **states[name]}
                 if initial:
-                    scalars[name] = {scalar: float(given[scalar]) for scalar in initial}
+                    numbers = {scalar: float(given[scalar]) for scalar in initial}
+                    scalars[name] = {**numbers, **_of_types(initial, numbers)}
                 paged[name] = {s: v for s, v in states[name].items() if s not in initial}
         return paged, scalars
 
@@ -617,6 +619,15 @@ class PagedOptimizer(Rule):
             paged = self.paged_parameter(group, name, tensor, **self._placing)
         kinds = self.kinds_of(group)
         return {name: kinds.get(name) for name in self._shown_scalars(group)}, paged
+
+
+def _of_types(initial: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
+    """Return the scalars that are ints before the first step as ints."""
+    return {
+        name: int(found[name])
+        for name, value in initial.items()
+        if type(value) is int and name in found
+    }
 
 
 def _as(kind: torch.dtype | type | None, value: float) -> Any:

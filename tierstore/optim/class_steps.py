@@ -91,13 +91,15 @@ class ClassSteps:
             if _is_stepped(scalars):  # Use the states that a first step leaves.
                 states = {name: state[name] for name in kept.states}
                 [state] = self._step([row._replace(states=states, scalars=scalars)])
-            found = {name: float(state[name]) for name in kept.kinds}
-            for name, number in found.items():
+            found = {}
+            for name, kind in kept.kinds.items():
+                number = float(state[name])
                 if not math.isnan(number) and number != state[name]:
                     raise ValueError(
                         f"{type(self._optimizer).__name__} keeps a number {name!r}, "
                         f"{state[name]}, that a float cannot represent exactly"
                     )
+                found[name] = state[name] if kind is int else number
             self._advanced[key] = {**found, STEPPED: 1.0}
         return self._advanced[key]
 

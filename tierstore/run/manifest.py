@@ -159,7 +159,7 @@ def _check(manifest: Manifest) -> None:
 Scalars = Mapping[str, Mapping[str, float]]
 """Parameter name -> scalar name -> value."""
 
-_FLOATS = frozenset([float])
+_NUMBERS = frozenset([int, float])
 
 
 def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
@@ -204,7 +204,7 @@ def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
 
 def _key_of(values: Mapping[str, float]) -> bytes | None:
     """Return a key that only equal scalars share; None if the scalars must be encoded instead."""
-    if type(values) is dict and _FLOATS.issuperset(map(type, values.values())):
+    if type(values) is dict and _NUMBERS.issuperset(map(type, values.values())):
         try:
             # The bytes of version 2 do not depend on other references to the values.
             return marshal.dumps(values, 2)
