@@ -278,7 +278,7 @@ NUMBERS = ("step", "mu", "eta", "mu_product")
 def state_number(name: str, number: float) -> torch.Tensor | float:
     """Return a number in the state of a parameter, as a tensor if torch.optim has it as a tensor.
 
-    The tensor is float32, or float64 if float32 is not exact. An int stays an int.
+    The tensor is float32, or float64 if float32 is not exact. An int of a run stays an int.
     """
     if name not in NUMBERS or type(number) is int:
         return number

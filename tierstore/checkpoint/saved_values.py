@@ -97,7 +97,8 @@ class CommittedValues:
             _, member = self._members[name]
             saved = self._scalars[member]
             # A commit of a rule that counts steps does not have STEPPED.
-            return float(saved.get(STEPPED, 1.0) if scalar == STEPPED else saved[scalar])
+            number = saved.get(STEPPED, 1.0) if scalar == STEPPED else saved[scalar]
+            return number if type(number) is int else float(number)
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._entries.path} has no number {scalar!r} of parameter {name!r}"

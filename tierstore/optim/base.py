@@ -334,9 +334,10 @@ class PagedOptimizer(Rule):
             if initial := dict(self.scalars_of(group.hyperparameters)):
                 if STEPPED in initial:
                     initial[STEPPED] = float(number < committed)
+                kinds = self.kinds_of(group.hyperparameters)
                 for parameter in group.parameters:
                     found = self.store.pages.scalars.setdefault(parameter.name, dict(initial))
-                    found.update(_of_types(initial, found))
+                    found.update(_ints(kinds, found))
 
     def _hook_reads(self) -> None:
         """Start the reads of the next step when one small parameter gets its gradient.
@@ -593,11 +594,12 @@ class PagedOptimizer(Rule):
         paged, scalars = {}, {}
         for group in self._attached.groups:
             initial = self.scalars_of(group.hyperparameters)
+            kinds = self.kinds_of(group.hyperparameters)
             for name in [p.name for p in group.parameters if p.name in states]:
                 given = {**initial, STEPPED: float(self.stepped(states[name])), **states[name]}
                 if initial:
                     numbers = {scalar: float(given[scalar]) for scalar in initial}
-                    scalars[name] = {**numbers, **_of_types(initial, numbers)}
+                    scalars[name] = {**numbers, **_ints(kinds, numbers)}
                 paged[name] = {s: v for s, v in states[name].items() if s not in initial}
         return paged, scalars
 
@@ -621,12 +623,14 @@ class PagedOptimizer(Rule):
         return {name: kinds.get(name) for name in self._shown_scalars(group)}, paged
 
 
-def _of_types(initial: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
-    """Return the scalars that are ints before the first step as ints."""
+def _ints(
+    kinds: Mapping[str, torch.dtype | type], scalars: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the scalars that state dicts have as ints, as ints where they are whole."""
     return {
-        name: int(found[name])
-        for name, value in initial.items()
-        if type(value) is int and name in found
+        name: int(scalars[name])
+        for name, kind in kinds.items()
+        if kind is int and name in scalars and float(scalars[name]).is_integer()
     }
 
 

@@ -145,8 +145,6 @@ class Paged(PagedOptimizer):
         """Return the numbers that the class keeps for a parameter, before the first step."""
         kinds = self.kinds_of(group)
         found = {name: self._initial(name, group) for name in kinds}
-        # An int stays one: stock DCP does not load a tensor into a class that has an int.
-        found |= {name: int(found[name]) for name, kind in kinds.items() if kind is int}
         return {**found, STEPPED: 0.0}
 
     def _initial(self, name: str, group: Mapping[str, Any]) -> float:

@@ -52,8 +52,8 @@ class Rule(torch.optim.Optimizer, ABC):
         """Return the scalars of each parameter of a group, such as a step count, by name.
 
         Returns:
-            Name -> value before the first step. An int stays one in all steps and in checkpoints.
-            A scalar "stepped" is not in state dicts. It is 1.0 for a parameter with states.
+            Name -> value before the first step. A scalar "stepped" is not in state dicts. It is
+            1.0 for a parameter with states.
         """
         return {"step": 0.0}
 
@@ -61,7 +61,8 @@ class Rule(torch.optim.Optimizer, ABC):
         """Return how scalars of a group appear in state dicts: as tensors of a dtype, or a type.
 
         Returns:
-            Name -> dtype or type; tensors of float32 if absent.
+            Name -> dtype or type; tensors of float32 if absent. With ``int``, checkpoints also
+            have an int: stock DCP does not load a tensor in its place.
         """
         return {}
 

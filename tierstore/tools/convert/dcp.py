@@ -31,6 +31,7 @@ from tierstore.checkpoint.dcp_writer import (
 from tierstore.checkpoint.saved_values import (
     EXTRA_KEY,
     STEP_KEY,
+    as_number,
     converted_states,
     converted_step,
     parameter_of,
@@ -282,7 +283,9 @@ def _optimizer_states(
                 "lists"
             ) from error
         for state, part in parts.items():
-            if isinstance(part, _Stored):
+            if state in NUMBERS and (number := as_number(part)) is not None:
+                scalars[name][state] = number
+            elif isinstance(part, _Stored):
                 states.append(stored_entry(entries, part.key, name, RENAMED.get(state, state)))
             elif isinstance(part, torch.Tensor) and part.numel() == 1:
                 scalars[name][state] = part.item()

@@ -283,7 +283,7 @@ def _number(file: StoredFile, key: str, value: Any) -> int | float:
     try:
         is_finite = math.isfinite(float(number))
         if key != "step" or is_finite:
-            return number
+            return float(number) if key in NUMBERS else number
     except OverflowError:  # An int that is larger than any float.
         pass
     raise CorruptionError(f"{file.path}: {key!r} of a parameter must be a finite number")
