@@ -43,13 +43,13 @@ def test_gather_memory_bounds_what_a_rank_takes(
     pool: RankPool, tmp_path: Path, expected: list[torch.Tensor]
 ) -> None:
     rounds = []
-    for times in (1, 2, 5):
+    for times in (1, 3):
         found = gathered(pool, tmp_path / f"{times}", times * LEAST)
         assert_right(found, expected)
         for each in found:
             assert LEAST // 3 < each.peak <= times * LEAST
         rounds.append(found[0].rounds)
-    assert rounds[0] > rounds[1] > rounds[2] > 2
+    assert rounds[0] > rounds[1] > 2
 
 
 def test_the_least_of_any_rank_counts(
