@@ -135,7 +135,7 @@ class StockValues:
         """Return the step that a conversion wrote, or the largest of the step counts.
 
         Args:
-            counts: the step counts of parameters. If empty, those of groups count; 0 without any.
+            counts: the step counts of parameters. If empty, the counts of groups are used, or 0.
 
         Raises:
             CheckpointError: the number cannot be a step.
