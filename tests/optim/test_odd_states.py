@@ -230,6 +230,47 @@ def test_a_class_that_counts_in_ints_loads_a_checkpoint(way: str, tmp_path: Path
             assert torch.equal(torch.as_tensor(found), torch.as_tensor(value))
 
 
+class Decaying(tierstore.PagedOptimizer):
+    """Keeps a number that begins as an int and does not stay whole."""
+
+    def paged_parameter(self, group: Any, name: str, tensor: Any, **placing: Any) -> Any:
+        return tierstore.pages.PagedParameter(
+            name=name, tensor=tensor, states={}, elementwise=True, **placing
+        )
+
+    def scalars_of(self, group: Any) -> dict[str, float]:
+        return {"decay": 1}
+
+    def step_pages(self, pages: Any) -> None:
+        for _ in pages:
+            pass
+        for name in pages.present:
+            self.store.pages.scalars[name]["decay"] *= 0.5
+
+
+def test_a_number_that_begins_as_an_int_is_not_cut(tmp_path: Path) -> None:
+    def step(optimizer: Decaying) -> float:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.ones(4)
+        optimizer.step()
+        return optimizer.store.pages.scalars["w"]["decay"]
+
+    weight, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = Decaying([("w", weight)], {}, store=store)
+        assert step(optimizer) == 0.5
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert step(optimizer) == 0.25
+        optimizer.add_param_group({"params": [("other", other)]})
+        assert step(optimizer) == 0.125
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        optimizer = Decaying(
+            [{"params": [(n, p)]} for n, p in (("w", weight), ("other", other))], {}, store=store
+        )
+        assert optimizer.restore() == 3
+        assert step(optimizer) == 0.0625
+
+
 def _exchanged(optimizer: Any, state: Any, p: Any, number: int) -> None:
     state.setdefault("a", torch.zeros_like(p))
     state["b"] = state["a"]
