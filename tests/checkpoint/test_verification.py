@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +20,7 @@ import tierstore
 from tests.support import kernel
 from tests.support.faults import Fault, FaultyStorage
 from tests.support.held import Held
+from tests.support.isolated_process import result_apart
 from tests.support.originals import flip
 from tests.support.published import ROOT, assert_holds_toy, names_in, pages_of
 from tests.support.published_by_toy import (
@@ -286,8 +285,8 @@ def test_a_process_that_fails_without_close_does_not_wait_for_verification(tmp_p
     assert marked_ones(tmp_path / "folder") == set()
 
 
-def growth_by_verification(sender: Connection, directory: Path) -> None:
-    """Send the bytes of all pages, and the growth of memory while a checkpoint is read."""
+def growth_by_verification(directory: Path) -> tuple[int, int]:
+    """Return the bytes of all pages, and the growth of memory while a checkpoint is read."""
     torch.set_num_threads(1)
     groups = [
         [(f"table {n}", (2**21,), torch.float32, {"average": torch.float32}, False)]
@@ -303,17 +302,11 @@ def growth_by_verification(sender: Connection, directory: Path) -> None:
     verified(toy.store)
     grown = kernel.anonymous_peak() - before
     toy.store.close()
-    sender.send((sum(page.stat().st_size for page in pages_of(directory / "second")), grown))
+    return sum(page.stat().st_size for page in pages_of(directory / "second")), grown
 
 
 def test_verification_takes_no_memory(tmp_path: Path) -> None:
-    processes = multiprocessing.get_context("forkserver")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=growth_by_verification, args=(sender, tmp_path))
-    child.start()
-    sender.close()
-    state_bytes, grown = receiver.recv()
-    child.join()
+    state_bytes, grown = result_apart(growth_by_verification, tmp_path)
     assert state_bytes >= 64 * 2**20
     assert grown <= 4 * 2**20
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import re
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 import muon
 import tierstore
 from tests.support import kernel
+from tests.support.isolated_process import result_apart
 
 MIB = 2**20
 HOST_MEMORY = 32 * MIB
@@ -21,8 +20,8 @@ HOST_MEMORY = 32 * MIB
 M_MMAP_THRESHOLD = -3  # From <malloc.h>.
 
 
-def peaks(sender: Connection, directory: Path | None, rounds: list[int]) -> None:
-    """Send the bytes of all pages, and the anonymous peak of each round of steps."""
+def peaks(directory: Path | None, rounds: list[int]) -> tuple[int, list[int]]:
+    """Return the bytes of all pages, and the anonymous peak of each round of steps."""
     torch.set_num_threads(1)
     # The temporaries of a step come from the system and go back to it, each by itself:
     # what glibc would keep of them for later is decided by chance.
@@ -45,26 +44,15 @@ def peaks(sender: Connection, directory: Path | None, rounds: list[int]) -> None
             for _ in range(steps):
                 optimizer.step()
             result.append(kernel.anonymous_peak())
-        sender.send((store.stats().state_bytes, result))
-
-
-def measure(directory: Path | None, rounds: list[int]) -> tuple[int, list[int]]:
-    processes = multiprocessing.get_context("forkserver")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=peaks, args=(sender, directory, rounds))
-    child.start()
-    sender.close()
-    result: tuple[int, list[int]] = receiver.recv()
-    child.join()
-    return result
+        return store.stats().state_bytes, result
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("steps", [4, pytest.param(44, marks=pytest.mark.long)])
 def test_peak_is_within_the_budget_and_does_not_grow(steps: int, tmp_path: Path) -> None:
     # Newton-Schulz needs the same workspace in both runs, so the difference is without it.
-    state_bytes, (resident,) = measure(None, [3])
-    paged_state_bytes, paged = measure(tmp_path, [3, 3, 3, steps, 3, 3, 3])
+    state_bytes, (resident,) = result_apart(peaks, None, [3])
+    paged_state_bytes, paged = result_apart(peaks, tmp_path, [3, 3, 3, steps, 3, 3, 3])
     assert state_bytes == paged_state_bytes
     assert state_bytes >= 4 * HOST_MEMORY
     assert max(paged) - (resident - state_bytes) <= HOST_MEMORY + 64 * MIB
@@ -95,8 +83,8 @@ def test_too_small_a_budget_is_refused_with_the_smallest_that_works(
     step(smallest, "enough")
 
 
-def many_small_pages(sender: Connection, directory: Path) -> None:
-    """Send the growth of memory with 600 pages of 40 kB that stay in it."""
+def many_small_pages(directory: Path) -> tuple[dict[str, int], int]:
+    """Return the tiers and the growth of memory with 600 pages of 40 kB that stay in it."""
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.randn(64, 80)) for _ in range(600)]
     for parameter in parameters:
@@ -107,18 +95,12 @@ def many_small_pages(sender: Connection, directory: Path) -> None:
         before = kernel.anonymous_peak()
         for _ in range(2):
             optimizer.step()
-        sender.send((store.stats().pages_in, kernel.anonymous_peak() - before))
+        return store.stats().pages_in, kernel.anonymous_peak() - before
 
 
 @pytest.mark.long
 def test_small_pages_in_memory_take_no_more_than_their_size(tmp_path: Path) -> None:
-    processes = multiprocessing.get_context("forkserver")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=many_small_pages, args=(sender, tmp_path))
-    child.start()
-    sender.close()
-    pages_in, grown = receiver.recv()
-    child.join()
+    pages_in, grown = result_apart(many_small_pages, tmp_path)
     assert pages_in == {"host": 600}
     assert grown <= 150 * MIB  # With a huge page per page it would be more than a GiB.
 

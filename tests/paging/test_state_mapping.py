@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import multiprocessing
 import re
 import shutil
 from copy import deepcopy
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ import muon
 import tierstore
 from tests.support import kernel, training
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.isolated_process import result_apart
 from tests.support.published import Ours, Reference, assert_equal, inodes, run_pages
 from tests.support.references import assert_same
 from tests.support.toy import RANK, Toy, open_muon, resumed
@@ -396,7 +395,7 @@ def touch(state_dict: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def map_states(sender: Connection, directory: Path) -> None:
+def map_states(directory: Path) -> tuple[int, list[int]]:
     torch.set_num_threads(1)
     store, optimizer, _ = large_optimizer(directory / "run")
     optimizer.step()
@@ -412,10 +411,10 @@ def map_states(sender: Connection, directory: Path) -> None:
     torch.save(saved, directory / "optimizer.pt")
     written = anonymous()
     store.close()
-    sender.send((nbytes, [value - before for value in (mapped, stepped, written)]))
+    return nbytes, [value - before for value in (mapped, stepped, written)]
 
 
-def load_states(sender: Connection, directory: Path) -> None:
+def load_states(directory: Path) -> tuple[int, list[int], bool]:
     torch.set_num_threads(1)
     saved = torch.load(directory / "optimizer.pt", mmap=True, weights_only=True)
     store, optimizer, _ = large_optimizer(directory / "other")
@@ -431,27 +430,16 @@ def load_states(sender: Connection, directory: Path) -> None:
         for state, tensor in states.items()
     ]
     store.close()
-    sender.send((touch(saved), [peak, anonymous() - before], all(equal)))
-
-
-def in_a_process(target: Any, directory: Path) -> Any:
-    processes = multiprocessing.get_context("forkserver")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=target, args=(sender, directory))
-    child.start()
-    sender.close()
-    result = receiver.recv()
-    child.join()
-    return result
+    return touch(saved), [peak, anonymous() - before], all(equal)
 
 
 @pytest.mark.long
 def test_costs_no_anonymous_memory(tmp_path: Path) -> None:
     """A state dict several times the budget costs none, nor does loading a mapped one."""
-    nbytes, grown = in_a_process(map_states, tmp_path)
+    nbytes, grown = result_apart(map_states, tmp_path)
     assert nbytes > 6 * HOST_MEMORY
     assert max(grown) < 6 * MIB
-    nbytes, grown, equal = in_a_process(load_states, tmp_path)
+    nbytes, grown, equal = result_apart(load_states, tmp_path)
     assert equal
     assert nbytes > 6 * HOST_MEMORY
     assert max(grown) < 12 * MIB

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import resource
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import muon
 import tierstore
 from tests.support import killed_processes, training
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.isolated_process import result_apart
 from tierstore.storage.base import Transfer
 from tierstore.storage.select import open_storage
 from tierstore.units import Extent
@@ -308,29 +307,21 @@ def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> No
     check_last_commit(tmp_path / "run", tmp_path / "copy", {BEFORE + 2})
 
 
-def _limited(sender: Connection, directory: Path, engine: str) -> None:
+def _limited(directory: Path, engine: str) -> int | None:
     run = Run(directory, engine)
     run.train(BEFORE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-    try:
+    with pytest.raises(tierstore.StorageError) as caught:
         run.train(1)
-    except tierstore.StorageError as error:
-        sender.send(error.errno)
     run.store.close()
+    return caught.value.errno
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_a_real_file_size_limit(engine: str, tmp_path: Path) -> None:
     """Pages are larger than the file size limit: the kernel writes a part of them."""
-    processes = multiprocessing.get_context("forkserver")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_limited, args=(sender, tmp_path / "run", engine))
-    child.start()
-    sender.close()
-    assert receiver.recv() == errno.EFBIG
-    child.join()
-    assert child.exitcode == 0
+    assert result_apart(_limited, tmp_path / "run", engine) == errno.EFBIG
     check_last_commit(tmp_path / "run", tmp_path / "copy", {BEFORE})
 
 
