@@ -13,7 +13,12 @@ import torch
 
 from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
-from tierstore.checkpoint.saved_values import CommittedValues, StockValues, parameter_of
+from tierstore.checkpoint.saved_values import (
+    CommittedValues,
+    StockValues,
+    converted_states,
+    parameter_of,
+)
 from tierstore.checkpoint.stored_paths import at_top
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.kinds import kind_of
@@ -136,15 +141,16 @@ class CheckpointSource:
         self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
         counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
         self.step = 0 if self.is_weights_alone else values.step(counts)
-        if isinstance(values, CommittedValues):
+        if commits:
             manifests = [commit.manifest for commit in commits]
             self.committed = committed_step(manifests, peers.rank, peers.world_size)
         elif self.is_weights_alone:
             self.committed = CommittedStep(step=0)
         else:  # A conversion keeps one set of states.
-            several = peers.world_size > 1
             self.committed = CommittedStep(
-                step=self.step, tagged=values.states, of_other_ranks=several
+                step=self.step,
+                tagged=converted_states(self._entries) or {},
+                of_other_ranks=peers.world_size > 1,
             )
 
     def fill(self, page: PageView) -> None:

@@ -209,15 +209,6 @@ class StockValues:
                 "nested dicts and lists"
             ) from error
 
-    @property
-    def states(self) -> dict[str, Any]:
-        """Name -> registered state that a conversion wrote, in the form of a manifest.
-
-        Raises:
-            CorruptionError: a conversion does not write this.
-        """
-        return converted_states(self._entries) or {}
-
     @cached_property
     def _stepped(self) -> set[str]:
         """The names of parameters with states."""
